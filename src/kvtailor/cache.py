@@ -1,0 +1,326 @@
+"""The cache that Transformers sees: one tailored layer per layer of the model."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from kvtailor import _compat
+from kvtailor.errors import CacheError
+from kvtailor.layers.base import Place, Step, TailoredLayer
+from kvtailor.layers.evicting import EvictingLayer
+from kvtailor.layers.full import FullLayer
+from kvtailor.layers.packed_evicting import PackedEvictingLayer
+from kvtailor.layers.packing import Packing
+from kvtailor.layers.quantized import QuantizedLayer
+from kvtailor.plan import LayerPlan, Plan
+from kvtailor.report import LayerReport, Report
+from kvtailor.rope import Rotation
+from kvtailor.served import check_served
+
+
+class KVCache(DynamicCache):
+    """A KV cache that keeps each layer as a plan says.
+
+    For an encoder-decoder model the call gives an :class:`EncoderDecoderKVCache`, with one of these for self attention
+    and one for cross attention.
+
+    Parameters
+    ----------
+    model : the model that the cache is for.
+    plan : a plan, a preset's name, or the path of a plan file.
+    attention : "self" or "cross": which of the plan's entries count.
+
+    Raises
+    ------
+    ModelError
+        If the model's cache cannot be tailored.
+    PlanError
+        If the plan cannot be used with the model.
+    """
+
+    def __new__(cls, model: PreTrainedModel, plan: Plan | str = "full", attention: str | None = None) -> Any:
+        """Give an encoder-decoder model a cache of its own kind."""
+        if attention is None and model.config.is_encoder_decoder:
+            return EncoderDecoderKVCache(model, plan)
+        return super().__new__(cls)
+
+    def __init__(self, model: PreTrainedModel, plan: Plan | str = "full", attention: str | None = None) -> None:
+        check_served(model)
+        self.plan = Plan.of(plan)
+        self.step = Step()
+        self._decoder = weakref.ref(model.get_decoder())
+        self._model_name = type(model).__name__
+        layers = _build_layers(model, self.plan, self.step, attention or "self")
+        super().__init__()
+        self.layers = layers
+        self.layer_class_to_replicate = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        for name, value in self.__dict__.items():
+            other.__dict__[name] = value if name == "_decoder" else copy.deepcopy(value, memo)
+        return other
+
+    def expect(self, tokens: int) -> None:
+        """Announce the length of a prompt before its first chunk.
+
+        Relative and per-layer budgets and the room taken follow it; inside ``attach`` it is called for you.
+
+        Parameters
+        ----------
+        tokens : tokens of the sequence when the prompt ends, those already seen and padding included.
+        """
+        self.step.expected = tokens
+
+    def check_owner(self, decoder: nn.Module) -> None:
+        """Raise CacheError unless ``decoder`` belongs to the model that the cache was made for."""
+        if self._decoder() is not decoder:
+            raise CacheError(
+                f"this cache was made for a {self._model_name}, and another {type(decoder).__name__} is using it; "
+                "make one with KVCache(model, plan)"
+            )
+
+    @contextmanager
+    def serving(self, prompt: bool, last: bool = True) -> Iterator[None]:
+        """Hold the state of one forward pass of an attached model.
+
+        Parameters
+        ----------
+        prompt : whether the pass brings (part of) a prompt, announced by :meth:`expect`, not a decode step.
+        last : whether a prompt ends with it.
+        """
+        step = self.step
+        step.active, step.prompt, step.last = True, prompt, last
+        try:
+            yield
+            self._check_attended()
+        finally:
+            step.active = False
+            if last:
+                step.expected = 0
+
+    def _check_attended(self) -> None:
+        for layer in self.tailored():
+            if getattr(layer, "incoming", None) is not None:
+                raise CacheError(
+                    f"{layer.place} changes its keys between cache and attention, so its KV cannot be tailored; "
+                    "leave it whole in the plan"
+                )
+
+    def chunk(self, tokens: int, rows: int) -> int:
+        """Tokens to bring in the next pass of a prompt that ends at ``tokens``, for ``rows`` sequences."""
+        chunks = [self.plan.prefill_chunk or tokens]
+        chunks += [layer.chunk(tokens, rows) for layer in self.tailored()]
+        return max(1, min(chunks))
+
+    def tailored(self) -> list[TailoredLayer]:
+        """The layers that are ours; the others (sliding windows, recurrent states) are Transformers' own."""
+        return [layer for layer in self.layers if isinstance(layer, TailoredLayer)]
+
+    def activate_past_recording(self) -> None:
+        """Defer what a crop could not take back until the crop came (assisted decoding)."""
+        super().activate_past_recording()
+        self.step.recording = True
+
+    def reset(self) -> None:
+        """Forget everything, and be ready for another sequence."""
+        super().reset()
+        self.step.recording = False
+        self.step.expected = 0
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(entry.bytes_held for entry in self._layer_reports())
+
+    def _layer_reports(self) -> list[LayerReport]:
+        return [_layer_report(number, layer) for number, layer in enumerate(self.layers)]
+
+    def report(self) -> Report:
+        """What is held now, layer by layer, and the time spent."""
+        return Report(
+            layers=self._layer_reports(),
+            plan=self.plan.name,
+            bytes_peak=max(self.step.peak, self.nbytes()),
+            attention_seconds=self.step.attention_seconds,
+            room_seconds=self.step.room_seconds,
+        )
+
+
+class EncoderDecoderKVCache(EncoderDecoderCache):
+    """The cache of an encoder-decoder model: self and cross attention, each with the plan's entries for it.
+
+    Parameters
+    ----------
+    model, plan : as for :class:`KVCache`.
+    """
+
+    self_attention_cache: KVCache
+    cross_attention_cache: KVCache
+
+    def __init__(self, model: PreTrainedModel, plan: Plan | str = "full") -> None:
+        plan = Plan.of(plan)
+        super().__init__(KVCache(model, plan, "self"), KVCache(model, plan, "cross"))
+        self.plan = plan
+        self._encoded: torch.Tensor | None = None
+
+    @property
+    def step(self) -> Step:
+        """State of the forward pass, of the self attention half."""
+        return self.self_attention_cache.step
+
+    def expect(self, tokens: int) -> None:
+        """Announce the length of a decoder prompt, as for :class:`KVCache`."""
+        self.self_attention_cache.expect(tokens)
+
+    def check_owner(self, decoder: nn.Module) -> None:
+        """Raise CacheError unless ``decoder`` belongs to the model that the cache was made for."""
+        self.self_attention_cache.check_owner(decoder)
+
+    def check_encoded(self, encoded: torch.Tensor | None) -> None:
+        """Raise CacheError if cross attention holds another input than ``encoded``, (B, frames, width)."""
+        if encoded is None:
+            return
+        known = self._encoded
+        filled = any(self.is_updated.values())
+        if (
+            filled
+            and known is not None
+            and known is not encoded
+            and not (known.shape == encoded.shape and torch.equal(known, encoded))
+        ):
+            raise CacheError(
+                "this cache holds the cross attention of another input: call cache.reset() before the next one, or let "
+                "generate make a fresh cache inside kvtailor.attach(model, plan)"
+            )
+        self._encoded = encoded
+
+    @contextmanager
+    def serving(self, prompt: bool, last: bool = True) -> Iterator[None]:
+        """Hold the state of one forward pass of an attached model, as for :class:`KVCache`."""
+        with self.self_attention_cache.serving(prompt, last), self.cross_attention_cache.serving(prompt, last):
+            yield
+
+    def reset(self) -> None:
+        """Forget everything, and be ready for another input."""
+        super().reset()
+        self._encoded = None
+
+    def chunk(self, tokens: int, rows: int) -> int:
+        """Tokens to bring in the next pass of a decoder prompt, as for :class:`KVCache`."""
+        return self.self_attention_cache.chunk(tokens, rows)
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.self_attention_cache.nbytes() + self.cross_attention_cache.nbytes()
+
+    def report(self) -> Report:
+        """What is held now in self and cross attention, layer by layer, and the time spent."""
+        own, cross = self.self_attention_cache.report(), self.cross_attention_cache.report()
+        return Report(
+            layers=own.layers + cross.layers,
+            plan=self.plan.name,
+            bytes_peak=own.bytes_peak + cross.bytes_peak,
+            attention_seconds=own.attention_seconds + cross.attention_seconds,
+            room_seconds=own.room_seconds + cross.room_seconds,
+        )
+
+
+TailoredCache = KVCache | EncoderDecoderKVCache
+
+
+def _build_layers(model: PreTrainedModel, plan: Plan, step: Step, attention: str) -> list[Any]:
+    config = _compat.decoder_config(model.config)
+    stock = _compat.stock_layers(model.config)
+    entries = {
+        number: plan.layer(number, len(stock), attention)
+        for number, (layer_type, layer) in enumerate(stock)
+        if _compat.is_plain_attention(layer_type, layer)
+    }
+    shared = _compat.shares_kv(config)
+    layers: list[Any] = []
+    for number, (_, layer) in enumerate(stock):
+        if number not in entries:
+            layers.append(layer)
+            continue
+        peers = [other for other, entry in entries.items() if entry is entries[number]]
+        place = Place(
+            index=number,
+            cross=attention == "cross",
+            rank=peers.index(number),
+            peers=len(peers),
+            shared=shared,
+            model=type(model).__name__,
+        )
+        layers.append(_build_layer(model, entries[number], place, step))
+    return layers
+
+
+def _build_layer(model: PreTrainedModel, entry: LayerPlan, place: Place, step: Step) -> TailoredLayer:
+    if entry.is_full:
+        return FullLayer(entry, place, step)
+    if entry.form.kind != "dense" and (dim := _compat.head_dim(_compat.decoder_config(model.config))):
+        Packing(entry.form, dim, dim)  # a format that does not fit the head is refused before any work is done
+    if entry.keep.policy == "all":
+        return QuantizedLayer(entry, place, step)
+    if entry.form.kind != "dense":
+        return PackedEvictingLayer(entry, place, step)
+    return EvictingLayer(entry, place, step, _rotation(model, entry, place))
+
+
+def _rotation(model: PreTrainedModel, entry: LayerPlan, place: Place) -> Rotation | None:
+    keep = entry.keep
+    if keep.policy != "streaming" or keep.options.get("positions", "renumbered") != "renumbered" or place.cross:
+        return None
+    return Rotation(model.get_decoder())
+
+
+def _layer_report(number: int, layer: Any) -> LayerReport:
+    if isinstance(layer, TailoredLayer):
+        held = layer.bytes_by_kind()
+        return LayerReport(
+            index=number,
+            attention="cross" if layer.place.cross else "self",
+            kept_as=_description(layer.plan),
+            tokens_seen=layer.seen,
+            tokens_kept=layer.kept,
+            bytes_by_kind=held,
+            bytes_default=layer.default_nbytes(),
+        )
+    held = {"stock": _tensor_bytes(layer)}
+    seen = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
+    keys = getattr(layer, "keys", None)
+    kept = keys.shape[-2] if isinstance(keys, torch.Tensor) and keys.dim() == 4 else 0
+    return LayerReport(number, "self", type(layer).__name__, seen, float(kept), held, held["stock"])
+
+
+def _tensor_bytes(layer: Any) -> int:
+    storages: dict[int, int] = {}
+    pending = list(vars(layer).values())
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            pending.extend(value.values())
+        elif isinstance(value, list | tuple):
+            pending.extend(value)
+    return sum(storages.values())
+
+
+def _description(entry: LayerPlan) -> str:
+    words = []
+    if entry.keep.policy != "all":
+        words.append(f"{entry.keep.policy} {entry.keep.budget}")
+    if entry.form.kind != "dense":
+        words.append(f"{entry.form.kind} {entry.form.bits}-bit")
+    return ", ".join(words) or "full"

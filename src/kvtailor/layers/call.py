@@ -1,0 +1,129 @@
+"""One attention call: how logits are weighed, whatever the layer stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an attention call asks for besides query, keys and values.
+
+    Attributes
+    ----------
+    scale : factor on the logits.
+    softcap : logits become ``softcap * tanh(logits / softcap)`` (Gemma 2), or None.
+    sinks : (Hq,) logits that take part in the softmax and carry no value (gpt-oss), or None.
+    window : a query sees only this many newest slots, itself included; None for all. Used where there is no mask.
+    mask : (B or 1, Hq or 1, q, slots), boolean (True: visible) or additive, over all slots seen; None: by position.
+    bias : (1 or B, Hq, q, slots) added to the logits (T5), or None.
+    causal : whether a query sees no slot after its own. Used where there is no mask.
+    first : slot of the first query.
+    """
+
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    window: int | None
+    mask: torch.Tensor | None
+    bias: torch.Tensor | None
+    causal: bool
+    first: int
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, first: int, cross: bool, **given: Any
+    ) -> Call:
+        """Read a call from the arguments that Transformers hands to an attention function.
+
+        Parameters
+        ----------
+        module : the attention module.
+        query : (B, Hq, q, Dk).
+        mask : as given, or None.
+        first : slot of the first query.
+        cross : whether this is cross attention, where no order holds.
+        given : the function's keyword arguments.
+        """
+        scaling = given.get("scaling")
+        causal = given.get("is_causal")
+        if causal is None:
+            causal = getattr(module, "is_causal", True)
+        return cls(
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=given.get("softcap"),
+            sinks=given.get("s_aux"),
+            window=None if cross else given.get("sliding_window"),
+            mask=mask,
+            bias=given.get("position_bias"),
+            causal=bool(causal) and not cross,
+            first=first,
+        )
+
+    def of_heads(self, heads: slice) -> Call:
+        """The same call for some of the query heads."""
+        mask = self.mask if self.mask is None or self.mask.shape[1] == 1 else self.mask[:, heads]
+        return replace(self, mask=mask, bias=None if self.bias is None else self.bias[:, heads])
+
+    def weigh(self, logits: torch.Tensor, positions: torch.Tensor, row: int, start: int) -> torch.Tensor:
+        """Turn raw products of query and key into logits, with -inf where a query must not look.
+
+        Parameters
+        ----------
+        logits : (h, G, q, n) float32, changed in place where it can be.
+        positions : (n,) or (h, n) slots of the keys.
+        row : sequence in the batch.
+        start : index of the first of these queries within the call.
+        """
+        logits = logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits = torch.tanh(logits.div_(self.softcap)).mul_(self.softcap)
+        if self.bias is not None:
+            logits = logits + _columns(self.bias, row, start, positions, logits)
+        if self.mask is None:
+            return self._by_position(logits, positions, start)
+        seen = _columns(self.mask, row, start, positions, logits)
+        if seen.dtype == torch.bool:
+            return logits.masked_fill_(~seen, -torch.inf)
+        hidden = seen <= torch.finfo(seen.dtype).min / 2
+        return (logits + seen).masked_fill_(hidden, -torch.inf)
+
+    def _by_position(self, logits: torch.Tensor, positions: torch.Tensor, start: int) -> torch.Tensor:
+        queries = logits.shape[2]
+        if not self.causal or (queries == 1 and self.window is None):
+            return logits
+        slot = self.first + start + torch.arange(queries, device=logits.device)[:, None]  # (q, 1)
+        key = positions if positions.dim() == 1 else positions[:, None, None, :]
+        hidden = key > slot
+        if self.window is not None:
+            hidden = hidden | (key <= slot - self.window)
+        return logits.masked_fill_(hidden, -torch.inf)
+
+
+def _columns(table: torch.Tensor, row: int, start: int, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Rows and columns of a mask or bias that match logits, broadcastable to (h, G, q, n)."""
+    queries = logits.shape[2]
+    table = table[row if table.shape[0] > 1 else 0]  # (1 or Hq, q or 1, slots)
+    table = table[:, start : start + queries] if table.shape[1] > 1 else table
+    if positions.dim() == 1:
+        picked = table[..., positions][:, None]  # (1 or Hq, 1, q, n)
+    else:
+        picked = table[:, :, positions].permute(0, 2, 1, 3)  # (1 or Hq, h, q, n)
+        if table.shape[0] == 1:
+            return picked[0][:, None]  # (h, 1, q, n)
+    if table.shape[0] == 1:
+        return picked
+    return _by_query_head(picked, positions, logits)
+
+
+def _by_query_head(picked: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    heads, group = logits.shape[:2]
+    if positions.dim() == 1:  # (Hq, 1, q, n)
+        return picked.reshape(heads, group, *picked.shape[2:])
+    same = picked.reshape(-1, group, *picked.shape[1:])  # (Hkv, G, h, q, n): head h reads its own positions
+    index = torch.arange(heads, device=picked.device)
+    return same[index, :, index]

@@ -1,0 +1,114 @@
+"""A layer kept whole: the default cache's content, grown in place instead of copied at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvtailor.layers.base import Stock, TailoredLayer, batch_indices
+from kvtailor.layers.tail import whole_blocks
+
+
+class FullLayer(TailoredLayer):
+    """Keys and values of all tokens, padding included, in the model's dtype.
+
+    Attention is Transformers' own over the same numbers, so its output is the default cache's to the bit.
+    """
+
+    _keys: torch.Tensor  # (B, Hkv, room, Dk)
+    _values: torch.Tensor  # (B, Hkv, room, Dv)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take dtype, device and sizes from the first keys and values."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, heads = key_states.shape[:2]
+        self._keys = key_states.new_empty(batch, heads, 0, key_states.shape[-1])
+        self._values = value_states.new_empty(batch, heads, 0, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens; returns all keys and values, (B, Hkv, seen, D)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check_batch(key_states, *self._keys.shape[:2])
+        seen = self.seen + key_states.shape[2]
+        self._reserve(max(seen, self.step.expected if not self.place.cross else 0))
+        self._keys[:, :, self.seen : seen] = key_states.detach()
+        self._values[:, :, self.seen : seen] = value_states.detach()
+        self.seen = seen
+        return self._read()
+
+    def _reserve(self, tokens: int) -> None:
+        if tokens > self._keys.shape[2]:
+            self._keys = self._grown(self._keys, tokens)
+            self._values = self._grown(self._values, tokens)
+            self.account()
+
+    def _grown(self, held: torch.Tensor, tokens: int) -> torch.Tensor:
+        batch, heads, _, dim = held.shape
+        grown = held.new_zeros(batch, heads, whole_blocks(tokens), dim)
+        grown[:, :, : self.seen] = held[:, :, : self.seen]
+        return grown
+
+    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.handled(self._keys[:, :, : self.seen]), self._values[:, :, : self.seen]
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, stock: Stock, **given: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Transformers' own attention over everything held."""
+        key, value = self._read()
+        with self.step.timing("attention_seconds"):
+            return stock(module, query, key, value, mask, **given)
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Keys and values, room to grow included."""
+        if self.is_initialized:
+            yield from (("keys", self._keys), ("values", self._values))
+
+    @property
+    def kept(self) -> float:
+        """All tokens seen."""
+        return float(self.seen)
+
+    def default_nbytes(self) -> int:
+        """Bytes of the tokens seen."""
+        if not self.is_initialized:
+            return 0
+        return sum(
+            t.shape[0] * t.shape[1] * self.seen * t.shape[3] * t.element_size() for t in (self._keys, self._values)
+        )
+
+    def forget(self, count: int) -> None:
+        """Remove the newest ``count`` tokens."""
+        self.seen -= count
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.seen = 0
+        self.is_initialized = False
+        self.__dict__.pop("_keys", None)
+        self.__dict__.pop("_values", None)
+
+    def _select(self, rows: torch.Tensor) -> None:
+        self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put sequence ``beam_idx[i]`` at place ``i``."""
+        if self.is_initialized:
+            self._select(beam_idx.to(self.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence ``repeats`` times."""
+        if self.is_initialized:
+            self._select(torch.arange(self._keys.shape[0], device=self.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences at ``indices``."""
+        if self.is_initialized:
+            self._select(batch_indices(indices, self._keys.shape[0], self.device))

@@ -1,0 +1,306 @@
+"""One sequence in one layer: sealed segments, oldest first, and a dense tail with the newest tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvtailor.formats import Packed
+from kvtailor.kernels import reference as kernels
+from kvtailor.layers.call import Call
+from kvtailor.layers.segment import Segment, run_of
+from kvtailor.layers.tail import Tail
+from kvtailor.quantize.hadamard import rotate, unrotate
+from kvtailor.quantize.pack import unpack
+
+State = tuple[torch.Tensor, torch.Tensor]  # attention output and its log-sum-exp
+Store = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | Packed, torch.Tensor | Packed]]
+
+# Logits computed at a time: bounds the memory of attention over many queries.
+LOGITS_AT_ONCE = 4_000_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys and values that are attended together.
+
+    Attributes
+    ----------
+    heads : KV heads that the part belongs to.
+    keys, values : (h, n, D) or codes of as many tokens.
+    positions : (n,) or (h, n) slots.
+    """
+
+    heads: slice
+    keys: torch.Tensor | Packed
+    values: torch.Tensor | Packed
+    positions: torch.Tensor
+
+    @property
+    def rotated(self) -> bool:
+        """Whether the numbers are stored in the rotated basis."""
+        return isinstance(self.keys, Packed) and self.keys.format.rotated
+
+
+@dataclass(frozen=True)
+class Window:
+    """The newest queries of a row, kept for policies that let them vote.
+
+    Attributes
+    ----------
+    queries : (Hkv, G, w, Dk).
+    slots : (w,) their slots.
+    """
+
+    queries: torch.Tensor
+    slots: torch.Tensor
+
+    def add(self, queries: torch.Tensor, slots: torch.Tensor, size: int) -> Window:
+        """The newest ``size`` queries after more came."""
+        return Window(
+            torch.cat([self.queries, queries], dim=2)[:, :, -size:].clone(),
+            torch.cat([self.slots, slots])[-size:].clone(),
+        )
+
+    def before(self, slot: int) -> Window:
+        """The queries at slots below ``slot``."""
+        count = int((self.slots < slot).sum())
+        return Window(self.queries[:, :, :count], self.slots[:count])
+
+
+class Row:
+    """What one sequence holds in one layer.
+
+    Parameters
+    ----------
+    key, value : (Hkv, n, D), any n: what dtype, device and sizes are taken from.
+    marked : whether tokens carry marks for the policy.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, marked: bool = False) -> None:
+        self.segments: list[Segment] = []
+        self.tail = Tail(key, value, marked)
+        self.window: Window | None = None
+        self.total = 0  # tokens that came, evicted ones included, padding not
+        self.first = 0  # slot of the first token that came
+        self.prompt = 0  # the same at the end of the latest prompt: what fractions are taken of
+
+    @property
+    def sealed(self) -> int:
+        """Tokens in segments."""
+        return sum(segment.length for segment in self.segments)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens held per KV head."""
+        sealed = self.sealed
+        return [sealed + n for n in self.tail.lengths]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All that is stored, with its kind."""
+        for segment in self.segments:
+            yield from _kinds(segment)
+        yield from (("keys", self.tail.keys), ("values", self.tail.values), ("positions", self.tail.positions))
+        if self.tail.marks is not None:
+            yield "marks", self.tail.marks
+        if self.window is not None:
+            yield from (("queries", self.window.queries), ("queries", self.window.slots))
+
+    def parts(self) -> Iterator[Part]:
+        """Everything held, oldest first; a tail with uneven heads comes head by head."""
+        every = slice(None)
+        for segment in self.segments:
+            yield Part(every, segment.keys, segment.values, segment.slots())
+        tail = self.tail
+        if tail.longest == 0:
+            return
+        if tail.is_even:
+            slots = tail.even(tail.positions).long()
+            yield Part(every, tail.even(tail.keys), tail.even(tail.values), slots[0] if tail.aligned else slots)
+            return
+        for head in range(tail.heads):
+            run = tail.run(head)
+            if tail.lengths[head]:
+                positions = tail.positions[run].long()
+                yield Part(slice(head, head + 1), tail.keys[run][None], tail.values[run][None], positions)
+
+    def attend(self, query: torch.Tensor, call: Call, index: int, parts: list[Part]) -> torch.Tensor:
+        """Exact attention over ``parts``, merged by their log-sum-exp.
+
+        Parameters
+        ----------
+        query : (Hkv, G, q, Dk).
+        call : how logits are weighed.
+        index : this row's place in the batch.
+        parts : what is attended, usually all of :meth:`parts`.
+
+        Returns
+        -------
+        (Hkv, G, q, Dv) float32; zero for a query that may see nothing.
+        """
+        if not parts:
+            return query.new_zeros(*query.shape[:3], self.tail.values.shape[-1], dtype=torch.float32)
+        held = sum(part.positions.shape[-1] for part in parts)
+        step = max(1, LOGITS_AT_ONCE // max(1, held * query.shape[0] * query.shape[1]))
+        blocks = [
+            self._attend_block(query[:, :, start : start + step], call, index, start, parts)
+            for start in range(0, query.shape[2], step)
+        ]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+    def _attend_block(self, query: torch.Tensor, call: Call, index: int, start: int, parts: list[Part]) -> torch.Tensor:
+        states = []
+        for rotated in (False, True):
+            same = [part for part in parts if part.rotated is rotated]
+            if same:
+                out, lse = self._attend_basis(rotate(query) if rotated else query, call, index, start, same)
+                states.append((unrotate(out) if rotated else out, lse))
+        out, lse = states[0] if len(states) == 1 else kernels.merge(states)
+        if call.sinks is not None:
+            sinks = call.sinks.float().view(query.shape[0], query.shape[1], 1)
+            out = out * torch.sigmoid(lse - sinks)[..., None]
+        return out
+
+    def _attend_basis(
+        self, query: torch.Tensor, call: Call, index: int, start: int, parts: list[Part]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        whole: list[State] = []
+        single: list[State] = []
+        for part in parts:
+            state = self._attend_part(query, call, index, start, part)
+            (whole if part.heads == slice(None) else single).append(state)
+        if single:
+            by_head = self._scatter_heads(query, single, [p.heads.start for p in parts if p.heads != slice(None)])
+            whole.append(by_head)
+        return whole[0] if len(whole) == 1 else kernels.merge(whole)
+
+    def _attend_part(
+        self, query: torch.Tensor, call: Call, index: int, start: int, part: Part
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query = query[part.heads]
+        heads, group, count, dim = query.shape
+        logits = kernels.scores(query.reshape(heads, group * count, dim), part.keys)
+        logits = self._weigh(logits.view(heads, group, count, -1), call, index, start, part)
+        probs, lse = kernels.softmax(logits)
+        out = kernels.weighted_values(probs.view(heads, group * count, -1), part.values)
+        return out.view(heads, group, count, -1), lse
+
+    def _weigh(self, logits: torch.Tensor, call: Call, index: int, start: int, part: Part) -> torch.Tensor:
+        if part.heads == slice(None):
+            return call.weigh(logits, part.positions, index, start)
+        head, group = part.heads.start, logits.shape[1]
+        return call.of_heads(slice(head * group, (head + 1) * group)).weigh(logits, part.positions, index, start)
+
+    def _scatter_heads(
+        self, query: torch.Tensor, states: list[tuple[torch.Tensor, torch.Tensor]], heads: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = query.new_zeros(*query.shape[:3], states[0][0].shape[-1], dtype=torch.float32)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+        for head, (part_out, part_lse) in zip(heads, states, strict=True):
+            out[head], lse[head] = part_out[0], part_lse[0]
+        return out, lse
+
+    def logits(self, query: torch.Tensor, call: Call, index: int, start: int) -> torch.Tensor:
+        """Weighed logits over everything held, heads with fewer tokens padded with -inf.
+
+        Parameters
+        ----------
+        query : (Hkv, G, q, Dk).
+        call, index, start : as for :meth:`attend`; ``start`` is the place of the first query in the call.
+
+        Returns
+        -------
+        (Hkv, G, q, n) float32, in the order of :meth:`positions`.
+        """
+        sealed, longest = self.sealed, self.tail.longest
+        table = query.new_full((*query.shape[:3], sealed + longest), -torch.inf, dtype=torch.float32)
+        place = 0
+        for part in self.parts():
+            q = (rotate(query) if part.rotated else query)[part.heads]
+            heads, group, count, dim = q.shape
+            raw = kernels.scores(q.reshape(heads, group * count, dim), part.keys).view(heads, group, count, -1)
+            at = sealed if part.heads != slice(None) else place
+            table[part.heads, ..., at : at + raw.shape[-1]] = self._weigh(raw, call, index, start, part)
+            place += raw.shape[-1]
+        return table
+
+    def positions(self) -> torch.Tensor:
+        """Slots of everything held, (Hkv, n) int64; heads with fewer tokens repeat their last one."""
+        heads = self.tail.heads
+        slots = [segment.slots().expand(heads, -1) for segment in self.segments]
+        if self.tail.longest:
+            slots.append(self.tail.padded(self.tail.positions).long())
+        return torch.cat(slots, dim=1) if slots else torch.empty(heads, 0, dtype=torch.long)
+
+    def marks(self) -> torch.Tensor | None:
+        """Marks of everything held, (Hkv, n), in the order of :meth:`positions`."""
+        if self.tail.marks is None:
+            return None
+        tail = self.tail.padded(self.tail.marks) if self.tail.longest else self.tail.marks.view(self.tail.heads, 0)
+        return torch.cat([segment.marks for segment in self.segments if segment.marks is not None] + [tail], dim=1)
+
+    def set_marks(self, marks: torch.Tensor) -> None:
+        """Store marks given in the order of :meth:`positions`."""
+        place = 0
+        for number, segment in enumerate(self.segments):
+            self.segments[number] = segment.with_marks(marks[:, place : place + segment.length].clone())
+            place += segment.length
+        assert self.tail.marks is not None
+        for head in range(self.tail.heads):
+            self.tail.marks[self.tail.run(head)] = marks[head, place : place + self.tail.lengths[head]]
+
+    def key_norms(self) -> torch.Tensor:
+        """L2 norms of the keys held, (Hkv, n) float32, in the order of :meth:`positions`."""
+        sealed = [
+            (unpack(segment.keys) if isinstance(segment.keys, Packed) else segment.keys).float().norm(dim=-1)
+            for segment in self.segments
+        ]
+        return torch.cat([*sealed, self.tail.padded(self.tail.keys).float().norm(dim=-1)], dim=1)
+
+    def seal(self, count: int, store: Store) -> None:
+        """Turn the first ``count`` tokens of the tail into a segment.
+
+        Parameters
+        ----------
+        count : tokens, the same for every head.
+        store : makes what the segment holds of keys and values, (Hkv, count, D) each.
+        """
+        tail = self.tail
+        keys, values = store(tail.even(tail.keys)[:, :count], tail.even(tail.values)[:, :count])
+        positions = run_of(tail.even(tail.positions)[0, :count].clone())
+        marks = None if tail.marks is None else tail.even(tail.marks)[:, :count].clone()
+        self.segments.append(Segment(keys, values, positions, marks))
+        tail.drop_first(count)
+
+    def crop(self, slot: int) -> None:
+        """Forget every token at ``slot`` and later."""
+        lost = self.tail.drop_from(slot)
+        kept = [segment.before(slot) for segment in self.segments]
+        lost += sum(old.length - (new.length if new else 0) for old, new in zip(self.segments, kept, strict=True))
+        self.segments = [segment for segment in kept if segment is not None]
+        self.total -= lost
+        if self.window is not None:
+            self.window = self.window.before(slot)
+
+    def copy(self) -> Row:
+        """A row of its own; sealed segments are shared."""
+        other = object.__new__(Row)
+        other.segments, other.tail, other.window = list(self.segments), self.tail.copy(), self.window
+        other.total, other.first, other.prompt = self.total, self.first, self.prompt
+        return other
+
+
+def _kinds(segment: Segment) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, part in (("keys", segment.keys), ("values", segment.values)):
+        if isinstance(part, torch.Tensor):
+            yield name, part
+            continue
+        codes = {id(plane) for plane in part.planes}
+        for tensor in part.tensors():
+            yield ("codes" if id(tensor) in codes else "scales"), tensor
+    if isinstance(segment.positions, torch.Tensor):
+        yield "positions", segment.positions
+    if segment.marks is not None:
+        yield "marks", segment.marks

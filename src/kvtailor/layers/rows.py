@@ -1,0 +1,290 @@
+"""Layers that hold each sequence on its own, so that padding is never stored and rows may differ in length."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvtailor.errors import CacheError
+from kvtailor.layers.base import Place, Step, Stock, TailoredLayer, batch_indices
+from kvtailor.layers.call import Call
+from kvtailor.layers.row import Part, Row
+from kvtailor.plan import LayerPlan
+
+
+@dataclass
+class Observation:
+    """Queries that the layer has yet to look at.
+
+    Attributes
+    ----------
+    query : (B, Hq, q, Dk).
+    call : how their logits are weighed.
+    real : per row, the places of queries that are no padding.
+    """
+
+    query: torch.Tensor
+    call: Call
+    real: list[torch.Tensor]
+
+    def first(self, count: int) -> Observation:
+        """The same for the first ``count`` queries."""
+        return Observation(self.query[:, :, :count], self.call, [real[real < count] for real in self.real])
+
+
+class RowsLayer(TailoredLayer):
+    """Base of the layers that drop or pack tokens.
+
+    A pass comes in two calls: ``update`` takes the new keys and values and hands out a stand-in that leads back here;
+    ``attend`` makes room, adds them, attends, and observes. Room for a token is made when the next one comes, except at
+    the end of a prompt, where nothing can be taken back any more.
+    """
+
+    def __init__(self, plan: LayerPlan, place: Place, step: Step) -> None:
+        super().__init__(plan, place, step)
+        self.rows: list[Row] = []
+        self.incoming: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.unobserved: Observation | None = None
+        self.prompt_ended = False  # a prompt came to its end and room was not made since
+
+    # What a subclass decides.
+
+    marked = False
+
+    @abstractmethod
+    def make_room(self, count: int) -> None:
+        """Drop or pack what must go before ``count`` tokens come."""
+
+    def observe(self, observation: Observation) -> None:
+        """Look at queries once their keys are held."""
+
+    def visible_parts(self, row: Row) -> list[Part]:
+        """What a query attends to."""
+        return list(row.parts())
+
+    # One pass.
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take dtype, device and sizes from the first keys and values."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dims = key_states.shape[-1], value_states.shape[-1]
+        self.heads = key_states.shape[1]
+        self.check_sizes()
+        self.rows = [Row(key_states[0], value_states[0], self.marked) for _ in range(key_states.shape[0])]
+        self.is_initialized = True
+
+    def check_sizes(self) -> None:
+        """Raise PlanError if the plan cannot hold heads of these sizes."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new tokens, (B, Hkv, n, D); returns stand-ins that lead the attention function here."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check_batch(key_states, len(self.rows), self.heads)
+        if self.incoming is not None:
+            raise CacheError(
+                f"{self.place} changes its keys between cache and attention, so its KV cannot be tailored; "
+                "leave it whole in the plan"
+            )
+        key_states, value_states = key_states.detach(), value_states.detach()
+        if not self.step.active:
+            return self._update_unattended(key_states, value_states)
+        self.incoming = key_states, value_states
+        self.seen += key_states.shape[2]
+        return self._stand_ins()
+
+    def _update_unattended(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise CacheError(
+            f"{self.place} drops tokens, and the attention that goes with it is not active: run the model inside "
+            "kvtailor.attach(model, plan)"
+        )
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, stock: Stock, **given: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of ``query`` over what is held and what has just come."""
+        self._check_mask(mask)
+        call = Call.of(module, query, mask, self.seen - query.shape[2], self.place.cross, **given)
+        self.query_heads = query.shape[1]
+        if self.incoming is None:
+            return self._attend_again(module, query, call)
+        (key, value), self.incoming = self.incoming, None
+        real = self._real_tokens(key.shape[2], mask)
+        with self.step.timing("room_seconds"):
+            self.prepare()
+            self.make_room(key.shape[2])
+        fresh = all(row.total == 0 for row in self.rows)
+        with self.step.timing("attention_seconds"):
+            # While nothing is held the new tokens are all there is: Transformers' own attention is exact on them.
+            output = stock(module, query, key, value, mask, **given) if fresh else None
+            self._add(key, value, real)
+            del key, value
+            self.account()
+            if output is None:
+                output = self._attend_rows(query, call), None
+        with self.step.timing("room_seconds"):
+            self._finish(Observation(query, call, self._real_queries(query.shape[2], real)))
+        return output
+
+    def _attend_again(self, module: nn.Module, query: torch.Tensor, call: Call) -> tuple[torch.Tensor, None]:
+        # A later layer that shares these keys, or cross attention after its first step.
+        with self.step.timing("room_seconds"):
+            if self.place.cross:
+                self.prepare()
+                self.make_room(0)
+        with self.step.timing("attention_seconds"):
+            output = self._attend_rows(query, call)
+        if self.place.cross:
+            every = torch.arange(query.shape[2], device=query.device)
+            with self.step.timing("room_seconds"):
+                self._finish(Observation(query, call, [every] * len(self.rows)))
+        return output, None
+
+    def _check_mask(self, mask: torch.Tensor | None) -> None:
+        if mask is not None and mask.shape[-1] != self.seen:
+            raise CacheError(f"{self.place}: the mask has {mask.shape[-1]} columns, and {self.seen} tokens were seen")
+
+    def _real_tokens(self, count: int, mask: torch.Tensor | None) -> list[torch.Tensor]:
+        """Per row, the places among ``count`` new tokens that are no padding."""
+        every = torch.arange(count, device=self.device)
+        if mask is None:
+            return [every] * len(self.rows)
+        seen = mask[:, 0, :, -count:]  # (B or 1, q, n)
+        own = seen[:, 0] if self.place.cross or seen.shape[1] != count else seen.diagonal(dim1=1, dim2=2)
+        shown = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+        return [every[shown[row if shown.shape[0] > 1 else 0]] for row in range(len(self.rows))]
+
+    def _real_queries(self, count: int, real: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.arange(count, device=self.device)] * len(self.rows) if self.place.cross else real
+
+    def _add(self, key: torch.Tensor, value: torch.Tensor, real: list[torch.Tensor]) -> None:
+        first = self.seen - key.shape[2]
+        for number, (row, places) in enumerate(zip(self.rows, real, strict=True)):
+            row_key, row_value = key[number], value[number]
+            if len(places) < key.shape[2]:
+                row_key, row_value = row_key[:, places], row_value[:, places]
+            if row.total == 0 and len(places):
+                row.first = first + int(places[0])
+            row.tail.append(row_key, row_value, first + places, self.first_marks(first + places))
+            row.total += len(places)
+            if self.step.prompt or self.place.cross:
+                padding = self.seen - row.total
+                row.prompt = max(row.total, (0 if self.place.cross else self.step.expected) - padding)
+
+    def first_marks(self, slots: torch.Tensor) -> torch.Tensor | float:
+        """Marks of new tokens at ``slots``."""
+        return 0.0
+
+    def _attend_rows(self, query: torch.Tensor, call: Call) -> torch.Tensor:
+        batch, query_heads, count, dim = query.shape
+        grouped = query.view(batch, self.heads, query_heads // self.heads, count, dim)
+        rows = [
+            row.attend(grouped[number], call, number, self.visible_parts(row)) for number, row in enumerate(self.rows)
+        ]
+        out = torch.stack(rows).to(query.dtype)  # (B, Hkv, G, q, Dv)
+        return out.view(batch, query_heads, count, -1).transpose(1, 2).contiguous()
+
+    def _finish(self, observation: Observation) -> None:
+        self.prompt_ended = self.prompt_ended or (self.step.last and (self.step.prompt or self.place.cross))
+        self.unobserved = observation
+        if self.step.recording or self.place.shared:
+            return
+        self.prepare()
+        if self.step.prompt or self.place.cross:
+            self.make_room(0)
+            self.account()
+
+    def prepare(self) -> None:
+        """Observe the queries that were put off."""
+        if self.unobserved is not None:
+            observation, self.unobserved = self.unobserved, None
+            self.observe(observation)
+
+    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._stand_ins() if self.step.active else self._dense()
+
+    def _stand_ins(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tensors of the logical sizes that take no memory and lead the attention function here."""
+        shape = len(self.rows), self.heads, self.seen
+        key, value = (torch.zeros(1, dtype=self.dtype, device=self.device).expand(*shape, dim) for dim in self.dims)
+        return self.handled(key), value
+
+    def _dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        raise CacheError(
+            f"{self.place} has dropped tokens, so it has no keys and values of the full length; run the model inside "
+            "kvtailor.attach(model, plan)"
+        )
+
+    # Operations on sequences.
+
+    def forget(self, count: int) -> None:
+        """Remove the newest ``count`` tokens."""
+        if self.unobserved is not None:
+            self.unobserved = self.unobserved.first(self.unobserved.query.shape[2] - count)
+        self.seen -= count
+        self.prepare()
+        for row in self.rows:
+            row.crop(self.seen)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove ``-tokens_to_remove`` tokens; then do what waited for the crop."""
+        super().crop(tokens_to_remove)
+        self.prepare()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.rows, self.seen, self.is_initialized = [], 0, False
+        self.incoming, self.unobserved, self.prompt_ended = None, None, False
+
+    def _select(self, rows: list[int]) -> None:
+        self.prepare()
+        used: set[int] = set()
+        chosen = []
+        for number in rows:
+            chosen.append(self.rows[number].copy() if number in used else self.rows[number])
+            used.add(number)
+        self.rows = chosen
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put sequence ``beam_idx[i]`` at place ``i``."""
+        if self.is_initialized:
+            self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence ``repeats`` times."""
+        if self.is_initialized:
+            self._select([number for number in range(len(self.rows)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences at ``indices``."""
+        if self.is_initialized:
+            self._select(batch_indices(indices, len(self.rows), self.device).tolist())
+
+    # Accounts.
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything the rows hold, and queries not yet observed."""
+        for row in self.rows:
+            yield from row.tensors()
+        if self.unobserved is not None:
+            yield "queries", self.unobserved.query
+
+    @property
+    def kept(self) -> float:
+        """Tokens held per KV head and sequence, on average."""
+        lengths = [n for row in self.rows for n in row.lengths]
+        return sum(lengths) / len(lengths) if lengths else 0.0
+
+    def default_nbytes(self) -> int:
+        """Bytes that the default cache would hold for the tokens seen."""
+        if not self.is_initialized:
+            return 0
+        element = torch.empty(0, dtype=self.dtype).element_size()
+        return len(self.rows) * self.heads * self.seen * sum(self.dims) * element

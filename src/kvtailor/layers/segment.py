@@ -1,0 +1,84 @@
+"""A sealed stretch of tokens of one row: never changed, so rows may share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvtailor.formats import Packed
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of one sequence in one layer, dense or packed.
+
+    Attributes
+    ----------
+    keys, values : (Hkv, n, D) tensors, or packed codes of as many tokens.
+    positions : (n,) int32 slots, ascending, the same for all heads; a range where they follow each other.
+    marks : (Hkv, n) float32 for policies, or None. Observing attention makes a new segment.
+    """
+
+    keys: torch.Tensor | Packed
+    values: torch.Tensor | Packed
+    positions: torch.Tensor | range
+    marks: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.positions)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether keys and values are codes."""
+        return isinstance(self.keys, Packed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the segment lives."""
+        return next(self.tensors()).device
+
+    def slots(self) -> torch.Tensor:
+        """The positions as a tensor, (n,) int64."""
+        if isinstance(self.positions, range):
+            return torch.arange(self.positions.start, self.positions.stop, device=self.device)
+        return self.positions.long()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that is stored."""
+        for part in (self.keys, self.values):
+            if isinstance(part, Packed):
+                yield from part.tensors()
+            else:
+                yield part
+        if isinstance(self.positions, torch.Tensor):
+            yield self.positions
+        if self.marks is not None:
+            yield self.marks
+
+    def before(self, slot: int) -> Segment | None:
+        """The tokens at slots below ``slot``; None if there are none."""
+        count = int((self.slots() < slot).sum())
+        if count == self.length:
+            return self
+        if count == 0:
+            return None
+        keys, values = (_first(part, count) for part in (self.keys, self.values))
+        return Segment(keys, values, self.positions[:count], None if self.marks is None else self.marks[:, :count])
+
+    def with_marks(self, marks: torch.Tensor) -> Segment:
+        """The same tokens with other marks."""
+        return Segment(self.keys, self.values, self.positions, marks)
+
+
+def run_of(positions: torch.Tensor) -> torch.Tensor | range:
+    """Positions as a range where each follows the one before, else as they are."""
+    first, last = int(positions[0]), int(positions[-1])
+    return range(first, last + 1) if last - first + 1 == len(positions) else positions
+
+
+def _first(part: torch.Tensor | Packed, count: int) -> torch.Tensor | Packed:
+    return part.narrow(count) if isinstance(part, Packed) else part[:, :count].clone()

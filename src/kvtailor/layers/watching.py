@@ -1,0 +1,97 @@
+"""What eviction policies are shown of attention: sums per token, last uses, and the newest queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvtailor.layers.call import Call
+from kvtailor.layers.row import LOGITS_AT_ONCE, Row, Window
+
+
+def add_mass(row: Row, query: torch.Tensor, call: Call, index: int, real: torch.Tensor) -> None:
+    """Add to each token's mark the attention that it gets, summed over queries and the group. Exact, in blocks.
+
+    Parameters
+    ----------
+    query : (Hkv, G, q, Dk).
+    call, index : as for ``Row.attend``.
+    real : places of the queries that are no padding.
+    """
+    marks = row.marks()
+    assert marks is not None
+    for probs, _ in _probabilities(row, query, call, index, real):
+        marks = marks + probs.sum(dim=(1, 2))
+    row.set_marks(marks)
+
+
+def note_use(row: Row, query: torch.Tensor, call: Call, index: int, real: torch.Tensor, top: int) -> None:
+    """Set the mark of each query's ``top`` most attended tokens to the query's slot.
+
+    Parameters
+    ----------
+    query, call, index, real : as for :func:`add_mass`.
+    """
+    marks = row.marks()
+    assert marks is not None
+    for probs, places in _probabilities(row, query, call, index, real):
+        best = probs.topk(min(top, probs.shape[-1]), dim=-1)
+        slots = (call.first + places)[None, None, :, None].float().expand_as(best.indices)
+        slots = torch.where(best.values > 0, slots, -1.0)
+        heads = marks.shape[0]
+        marks = marks.scatter_reduce(1, best.indices.reshape(heads, -1), slots.reshape(heads, -1), "amax")
+    row.set_marks(marks)
+
+
+def keep_window(row: Row, query: torch.Tensor, call: Call, real: torch.Tensor, size: int) -> None:
+    """Remember the newest ``size`` queries.
+
+    Parameters
+    ----------
+    query, call, real : as for :func:`add_mass`.
+    """
+    newest = real[-size:]
+    queries, slots = query[:, :, newest], call.first + newest
+    if row.window is None:
+        row.window = Window(queries[:, :, :0], slots[:0])
+    row.window = row.window.add(queries, slots, size)
+
+
+def window_attention(
+    row: Row, scale: float, softcap: float | None, sinks: torch.Tensor | None, causal: bool
+) -> torch.Tensor:
+    """Attention of the remembered queries over everything held, (Hkv, G, w, n).
+
+    Parameters
+    ----------
+    scale, softcap, sinks : as in the layer's calls.
+    causal : whether a query sees no token after its own.
+    """
+    assert row.window is not None
+    call = Call(scale, softcap, sinks, None, None, None, causal=False, first=0)
+    logits = row.logits(row.window.queries, call, 0, 0)
+    if causal:
+        logits = logits.masked_fill(row.positions()[:, None, None, :] > row.window.slots[:, None], -torch.inf)
+    return _with_sinks(logits, call)
+
+
+def _probabilities(
+    row: Row, query: torch.Tensor, call: Call, index: int, real: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    held = max(row.lengths)
+    step = max(1, LOGITS_AT_ONCE // max(1, held * query.shape[0] * query.shape[1]))
+    wanted = torch.zeros(query.shape[2], dtype=torch.bool, device=query.device)
+    wanted[real] = True
+    for start in range(0, query.shape[2], step):
+        logits = row.logits(query[:, :, start : start + step], call, index, start)
+        probs = _with_sinks(logits, call).nan_to_num_(0.0)
+        probs = probs * wanted[start : start + step, None]
+        yield probs, torch.arange(start, start + probs.shape[2], device=query.device)
+
+
+def _with_sinks(logits: torch.Tensor, call: Call) -> torch.Tensor:
+    if call.sinks is None:
+        return logits.softmax(dim=-1)
+    sinks = call.sinks.float().view(logits.shape[0], logits.shape[1], 1, 1).expand(*logits.shape[:3], 1)
+    return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]

@@ -1,0 +1,301 @@
+"""What to do with each layer's KV: four independent choices per layer, as data that can be written down.
+
+``keep`` says which tokens stay, ``form`` how their numbers are stored, ``find`` which of them a query reads, and
+``tier`` where they live. ``find`` and ``tier`` have one value each so far.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from kvtailor.budget import ALLOWED as ALLOWED_BUDGETS
+from kvtailor.budget import Budget
+from kvtailor.errors import PlanError
+from kvtailor.policies.registry import POLICY_NAMES, policy_class
+
+BudgetField = Annotated[
+    Budget,
+    BeforeValidator(Budget.parse),
+    PlainSerializer(str),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer"}, {"type": "number"}, {"type": "string"}], "description": ALLOWED_BUDGETS}
+    ),
+]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+class Keep(_Part):
+    """Which tokens stay: ``policy`` "all", or an eviction policy with its budget and protected tokens."""
+
+    policy: str = "all"
+    budget: BudgetField | None = None
+    sinks: int = Field(4, ge=0, description="first tokens of a sequence that are never evicted")
+    recent: int = Field(0, ge=0, description="newest tokens that are never evicted; some policies ask for more")
+    hard: bool | None = Field(None, description="hold the budget at every moment; default: budgets in bytes are hard")
+    options: dict[str, Any] = Field(default_factory=dict, description="settings of the policy")
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name != "all" and name not in POLICY_NAMES:
+            raise ValueError(f"unknown policy {name!r}: allowed are all, {', '.join(POLICY_NAMES)}")
+        return name
+
+    @model_validator(mode="after")
+    def _fits(self) -> Keep:
+        if self.policy == "all":
+            if self.budget is not None:
+                raise ValueError(f"budget {self.budget} needs an eviction policy, and policy is 'all'")
+            return self
+        if self.budget is None:
+            raise ValueError(f"policy {self.policy!r} needs a budget: {ALLOWED_BUDGETS}")
+        policy = policy_class(self.policy).from_options(self.options)
+        protected = self.sinks + max(self.recent, policy.recent)
+        if self.budget.kind == "tokens" and self.budget.amount <= protected:
+            raise ValueError(
+                f"budget {self.budget} is below the protected tokens: {self.sinks} sinks and "
+                f"{max(self.recent, policy.recent)} recent ones; allowed is {protected + 1} or more"
+            )
+        return self
+
+    @property
+    def is_hard(self) -> bool:
+        """Whether the budget holds at every moment, prefill included."""
+        if self.budget is None:
+            return False
+        return self.budget.kind == "bytes" if self.hard is None else self.hard
+
+
+class Form(_Part):
+    """How numbers are stored.
+
+    ``dense`` keeps the model's dtype. ``rotated`` packs each token after a Hadamard rotation of the head. ``channel``
+    packs keys per channel over groups of tokens and values per token (KIVI's form).
+    """
+
+    kind: Literal["dense", "rotated", "channel"] = "dense"
+    bits: Literal[1, 2, 3, 4, 8] | None = None
+    levels: Literal["minmax", "centroid", "fit"] | None = None
+    group: int | None = Field(
+        None, description="numbers that share a scale; default: the largest that divides the head"
+    )
+    residual: int = Field(64, ge=0, description="newest tokens kept exact")
+    exact: int = Field(64, ge=0, description="first tokens kept exact")
+    outliers: int = Field(0, ge=0, description="channels of widest range kept exact, per KV head (form channel)")
+
+    @field_validator("bits", mode="before")
+    @classmethod
+    def _offered(cls, bits: Any) -> Any:
+        if bits is not None and bits not in (1, 2, 3, 4, 8):
+            raise ValueError(f"{bits!r} bits are not offered: allowed are 1, 2, 3, 4 and 8")
+        return bits
+
+    @model_validator(mode="after")
+    def _complete(self) -> Form:
+        if self.kind == "dense":
+            if self.bits is not None:
+                raise ValueError(f"bits {self.bits} need kind 'rotated' or 'channel', and kind is 'dense'")
+            return self
+        if self.bits is None:
+            raise ValueError(f"kind {self.kind!r} needs bits: allowed are 1, 2, 3, 4 and 8")
+        if self.levels == "centroid" and self.bits != 1:
+            raise ValueError(f"levels 'centroid' are for 1 bit, and bits is {self.bits}")
+        if self.outliers and self.kind != "channel":
+            raise ValueError(f"outliers {self.outliers} need kind 'channel', and kind is {self.kind!r}")
+        if self.group is not None and (self.group < 4 or self.group & (self.group - 1)):
+            raise ValueError(f"group {self.group} cannot be used: allowed are powers of two from 4")
+        if self.kind == "channel" and self.group not in (None, 32, 64):
+            raise ValueError(f"group {self.group} cannot be used with kind 'channel': allowed are 32 and 64")
+        return self
+
+    @property
+    def resolved_levels(self) -> Literal["minmax", "centroid", "fit"]:
+        """The levels asked for, or the form's default."""
+        if self.levels is not None:
+            return self.levels
+        if self.bits == 1:
+            return "centroid"
+        return "fit" if self.kind == "rotated" else "minmax"
+
+
+class LayerPlan(_Part):
+    """What to do with the layers that ``layers`` and ``attention`` name."""
+
+    layers: str | int | list[int] = Field("*", description='"*", a number, a list, or a pattern such as "0-3,8,-1"')
+    attention: Literal["self", "cross", "both"] = "self"
+    keep: Keep = Keep()
+    form: Form = Form()
+    find: Literal["all"] = "all"
+    tier: Literal["device"] = "device"
+
+    @field_validator("layers")
+    @classmethod
+    def _readable(cls, layers: str | int | list[int]) -> str | int | list[int]:
+        _numbers(layers, 10**6)
+        return layers
+
+    @model_validator(mode="after")
+    def _combine(self) -> LayerPlan:
+        if self.form.kind != "dense" and self.keep.policy != "all":
+            if policy_class(self.keep.policy).ragged:
+                raise ValueError(
+                    f"policy {self.keep.policy!r} gives each head its own budget, and packed layers drop whole groups "
+                    "for all heads together: use form 'dense', or another policy"
+                )
+            if self.keep.policy == "streaming" and self.keep.options.get("positions", "renumbered") == "renumbered":
+                raise ValueError("policy 'streaming' renumbers exact keys: with a packed form set positions: original")
+            budget = self.keep.budget
+            if budget is not None and budget.kind == "tokens" and budget.amount <= self.undroppable:
+                raise ValueError(
+                    f"budget {budget} is below what stays exact or is about to be packed: {self.form.exact} first "
+                    f"tokens, {self.form.residual} newest ones and two blocks of 64; "
+                    f"allowed is {self.undroppable + 1} or more"
+                )
+        return self
+
+    @property
+    def undroppable(self) -> int:
+        """Tokens that a packed layer holds whatever its policy says: the exact ones and two blocks in the making."""
+        return 0 if self.form.kind == "dense" else self.form.exact + self.form.residual + 2 * 64
+
+    def addresses(self, layer: int, depth: int, attention: str) -> bool:
+        """Whether this entry speaks of a layer.
+
+        Parameters
+        ----------
+        layer : index of the layer in its cache.
+        depth : number of layers of that cache.
+        attention : "self" or "cross".
+        """
+        return self.attention in (attention, "both") and layer in _numbers(self.layers, depth)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the layer is kept whole and exact."""
+        return self.keep.policy == "all" and self.form.kind == "dense"
+
+
+def _numbers(layers: str | int | list[int], depth: int) -> set[int]:
+    if isinstance(layers, int):
+        layers = [layers]
+    if isinstance(layers, list):
+        return {n % depth for n in layers if -depth <= n < depth}
+    if layers.strip() == "*":
+        return set(range(depth))
+    numbers: set[int] = set()
+    for part in layers.split(","):
+        match = re.fullmatch(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", part)
+        if match is None:
+            raise ValueError(
+                f'layers {layers!r} cannot be read: allowed are "*", numbers and ranges such as "0-3,8,-1"'
+            )
+        first = int(match.group(1))
+        last = first if match.group(2) is None else int(match.group(2))
+        first, last = (n + depth if n < 0 else n for n in (first, last))
+        numbers.update(range(max(first, 0), min(last, depth - 1) + 1))
+    return numbers
+
+
+class Plan(_Part):
+    """How each layer of a model keeps its keys and values. The first entry that addresses a layer decides."""
+
+    name: str = "plan"
+    layers: list[LayerPlan] = Field(default_factory=list, description="layers that no entry names are kept whole")
+    prefill_chunk: int | None = Field(
+        None, ge=1, description="tokens per forward pass of a prompt; default: all, or what a hard budget allows"
+    )
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise PlanError(_explain(error)) from None
+
+    def layer(self, layer: int, depth: int, attention: str = "self") -> LayerPlan:
+        """The entry that decides for a layer, or a full one."""
+        for entry in self.layers:
+            if entry.addresses(layer, depth, attention):
+                return entry
+        return LayerPlan(attention="cross" if attention == "cross" else "self")
+
+    @classmethod
+    def preset(cls, name: str) -> Plan:
+        """A plan by name, with its budget after a colon: ``"int4"``, ``"snapkv:25%"``, ``"h2o:64MiB"``.
+
+        Raises
+        ------
+        PlanError
+            For an unknown name, a budget that cannot be read, or a budget where none belongs.
+        """
+        from kvtailor.presets import build
+
+        return build(name)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a YAML (or JSON) file; raises PlanError that names the file and the field."""
+        path = Path(path)
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"plan file {path} cannot be read: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise PlanError(f"plan file {path} is not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(data, dict):
+            raise PlanError(
+                f"plan file {path} holds {type(data).__name__}, allowed is a mapping with the fields of a plan"
+            )
+        try:
+            return cls(**data)
+        except PlanError as error:
+            raise PlanError(f"plan file {path}: {error}") from None
+        except TypeError:
+            raise PlanError(f"plan file {path}: field names must be text") from None
+
+    @classmethod
+    def of(cls, plan: Plan | str | Path) -> Plan:
+        """A plan from itself, a preset's name, or the path of a plan file."""
+        if isinstance(plan, Plan):
+            return plan
+        if isinstance(plan, Path) or str(plan).endswith((".yaml", ".yml", ".json")):
+            return cls.load(plan)
+        if isinstance(plan, str):
+            return cls.preset(plan)
+        raise PlanError(f"plan {plan!r} cannot be used: allowed are a Plan, a preset's name and a plan file")
+
+    def to_yaml(self) -> str:
+        """The plan as YAML, with the fields that were set."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as YAML."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in problem["loc"]).lstrip(".") or "plan"
+        message = problem["msg"].removeprefix("Value error, ")
+        held = problem.get("input")
+        shown = "" if isinstance(held, dict | list) or repr(held) in message else f" (it held {held!r})"
+        lines.append(f"{where}: {message}{shown}")
+    return "; ".join(lines)

@@ -1,0 +1,49 @@
+"""Plans by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtailor.budget import ALLOWED, Budget
+from kvtailor.errors import PlanError
+from kvtailor.plan import Plan
+
+# name -> (form, keep); a preset with a policy takes a budget after a colon, a packed one takes none.
+_PACKED: dict[str, dict[str, Any]] = {
+    "int8": {"kind": "rotated", "bits": 8},
+    "int4": {"kind": "rotated", "bits": 4},
+    "int3": {"kind": "rotated", "bits": 3},
+    "int2": {"kind": "rotated", "bits": 2},
+    "int1": {"kind": "channel", "bits": 1},
+    "kivi4": {"kind": "channel", "bits": 4, "levels": "minmax", "group": 32, "residual": 128, "exact": 0},
+    "kivi2": {"kind": "channel", "bits": 2, "levels": "minmax", "group": 32, "residual": 128, "exact": 0},
+}
+_EVICTING = ("fifo", "lru", "random", "keynorm", "streaming", "h2o", "snapkv", "pyramidkv", "adakv")
+DEFAULT_BUDGET = "25%"
+
+NAMES = ("full", *_PACKED, *_EVICTING)
+
+
+def build(name: str) -> Plan:
+    """The plan of a preset's name, such as ``"int4"`` or ``"snapkv:512"``; raises PlanError for anything else."""
+    preset, colon, budget = name.partition(":")
+    if preset not in NAMES:
+        raise PlanError(
+            f"unknown preset {name!r}: allowed are {', '.join(NAMES)}, or a file that ends in .yaml or .json"
+        )
+    if preset == "full" or preset in _PACKED:
+        if colon:
+            raise PlanError(f"preset {name!r}: {preset} takes no budget; allowed is {preset!r}")
+        if preset == "full":
+            return Plan(name="full")
+        return Plan(name=preset, layers=[{"attention": "both", "form": _PACKED[preset]}])
+    return Plan(
+        name=name, layers=[{"keep": {"policy": preset, "budget": _budget(name, budget if colon else DEFAULT_BUDGET)}}]
+    )
+
+
+def _budget(name: str, text: str) -> str:
+    try:
+        return str(Budget.parse(text))
+    except ValueError:
+        raise PlanError(f"preset {name!r}: budget {text!r} cannot be used: allowed is {ALLOWED}") from None

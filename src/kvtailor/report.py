@@ -1,0 +1,145 @@
+"""What a cache holds and what the default cache would hold, as data and as a table."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer.
+
+    Attributes
+    ----------
+    index, attention : which layer, of "self" or "cross" attention.
+    kept_as : how it is kept, in words.
+    tokens_seen, tokens_kept : per sequence; kept is the mean over KV heads and sequences.
+    bytes_by_kind : bytes held: keys, values, codes, scales, positions, marks, queries.
+    bytes_default : bytes that the default cache would hold.
+    """
+
+    index: int
+    attention: str
+    kept_as: str
+    tokens_seen: int
+    tokens_kept: float
+    bytes_by_kind: dict[str, int]
+    bytes_default: int
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.bytes_by_kind.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole cache.
+
+    Attributes
+    ----------
+    layers : layer by layer.
+    plan : the plan's name.
+    bytes_peak : most bytes held at any moment so far.
+    attention_seconds, room_seconds : time spent in attention, and in dropping and packing.
+    """
+
+    layers: list[LayerReport]
+    plan: str
+    bytes_peak: int
+    attention_seconds: float
+    room_seconds: float
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all storages that the cache keeps, spare room included."""
+        return sum(layer.bytes_held for layer in self.layers)
+
+    @property
+    def bytes_default(self) -> int:
+        """Bytes that the default cache would hold for the same tokens."""
+        return sum(layer.bytes_default for layer in self.layers)
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens seen by self attention, per sequence, padding included."""
+        return max((layer.tokens_seen for layer in self.layers if layer.attention == "self"), default=0)
+
+    @property
+    def tokens_kept(self) -> float:
+        """Tokens kept by self attention, mean over layers, heads and sequences."""
+        own = [layer.tokens_kept for layer in self.layers if layer.attention == "self"]
+        return sum(own) / len(own) if own else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {
+            "plan": self.plan,
+            "tokens_seen": self.tokens_seen,
+            "tokens_kept": self.tokens_kept,
+            "bytes_held": self.bytes_held,
+            "bytes_peak": self.bytes_peak,
+            "bytes_default": self.bytes_default,
+            "attention_seconds": self.attention_seconds,
+            "room_seconds": self.room_seconds,
+            "layers": [
+                {
+                    "index": layer.index,
+                    "attention": layer.attention,
+                    "kept_as": layer.kept_as,
+                    "tokens_seen": layer.tokens_seen,
+                    "tokens_kept": layer.tokens_kept,
+                    "bytes_held": layer.bytes_held,
+                    "bytes_default": layer.bytes_default,
+                    "bytes_by_kind": dict(layer.bytes_by_kind),
+                }
+                for layer in self.layers
+            ],
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        kinds = [kind for kind in _KINDS if any(kind in layer.bytes_by_kind for layer in self.layers)]
+        table = Table(title=f"KV cache, plan {self.plan}", title_justify="left")
+        table.add_column("layer")
+        table.add_column("kept as")
+        for name in ("seen", "kept", *kinds, "held", "default"):
+            table.add_column(name, justify="right")
+        for layer in self.layers:
+            table.add_row(
+                f"{layer.index}" + (" cross" if layer.attention == "cross" else ""),
+                layer.kept_as,
+                str(layer.tokens_seen),
+                f"{layer.tokens_kept:.0f}",
+                *(human_bytes(layer.bytes_by_kind.get(kind, 0)) for kind in kinds),
+                human_bytes(layer.bytes_held),
+                human_bytes(layer.bytes_default),
+            )
+        yield table
+        share = f" ({self.bytes_held / self.bytes_default:.0%} of the default cache)" if self.bytes_default else ""
+        yield (
+            f"held {human_bytes(self.bytes_held)}{share}, at most {human_bytes(self.bytes_peak)}, "
+            f"default {human_bytes(self.bytes_default)}"
+        )
+        yield f"attention {self.attention_seconds:.2f} s, making room {self.room_seconds:.2f} s"
+
+    def __str__(self) -> str:
+        console = Console(width=120, file=io.StringIO())
+        console.print(self)
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+
+_KINDS = ("keys", "values", "codes", "scales", "positions", "marks", "queries", "stock")
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes for people: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,170 @@
+"""Plans: read, written, refused with the field, what it held and what is allowed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvtailor
+from kvtailor import Plan, PlanError
+from kvtailor.budget import Budget
+from kvtailor.presets import NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_survives_being_written_and_read(name, tmp_path):
+    plan = Plan.preset(name)
+    plan.save(tmp_path / "plan.yaml")
+    assert Plan.load(tmp_path / "plan.yaml") == plan
+    assert Plan.of(str(tmp_path / "plan.yaml")) == plan and Plan.of(plan) is plan and Plan.of(name) == plan
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("snapkv:512", Budget("tokens", 512)),
+        ("h2o:25%", Budget("fraction", 0.25)),
+        ("fifo:64MiB", Budget("bytes", 2**26)),
+        ("lru", Budget("fraction", 0.25)),
+    ],
+)
+def test_a_preset_takes_its_budget_after_a_colon(name, budget):
+    assert Plan.preset(name).layers[0].keep.budget == budget
+
+
+@given(
+    st.one_of(
+        st.integers(1, 10**9),
+        st.integers(1, 100).map(lambda n: f"{n}%"),
+        st.tuples(st.integers(1, 10**6), st.sampled_from(["B", "KiB", "MiB", "GiB", "kB", "MB", "GB"])).map(
+            lambda p: f"{p[0]}{p[1]}"
+        ),
+        st.floats(1e-6, 1.0),
+    )
+)
+def test_budgets_survive_being_written_and_read(text):
+    budget = Budget.parse(text)
+    again = Budget.parse(int(str(budget)) if budget.kind == "tokens" else str(budget))
+    assert again.kind == budget.kind and again.amount == pytest.approx(budget.amount, rel=1e-9)
+
+
+def test_the_first_entry_that_addresses_a_layer_decides():
+    plan = Plan(
+        layers=[
+            {"layers": "0-1,-1", "form": {"kind": "rotated", "bits": 8}},
+            {"layers": [2], "keep": {"policy": "fifo", "budget": 9}},
+        ]
+    )
+    kinds = [(plan.layer(n, 5).form.kind, plan.layer(n, 5).keep.policy) for n in range(5)]
+    assert kinds == [("rotated", "all"), ("rotated", "all"), ("dense", "fifo"), ("dense", "all"), ("rotated", "all")]
+    assert plan.layer(0, 5, "cross").is_full
+
+
+def test_the_schema_is_json_and_names_the_four_choices():
+    schema = json.loads(json.dumps(Plan.model_json_schema()))
+    assert {"keep", "form", "find", "tier"} <= set(schema["$defs"]["LayerPlan"]["properties"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"keep": {"policy": "lfu", "budget": 9}}, ["layers[0].keep.policy", "'lfu'", "allowed are all, fifo"]),
+        ({"keep": {"policy": "fifo", "budget": 0}}, ["layers[0].keep.budget", "budget 0 cannot be used", "above 0"]),
+        ({"keep": {"policy": "fifo", "budget": -5}}, ["layers[0].keep.budget", "budget -5", "above 0"]),
+        ({"keep": {"policy": "fifo", "budget": "-1MiB"}}, ["budget '-1MiB'", "above 0"]),
+        ({"keep": {"policy": "fifo", "budget": "120%"}}, ["budget '120%'", "up to 100%"]),
+        ({"keep": {"policy": "fifo", "budget": "many"}}, ["budget 'many'", "a number of tokens"]),
+        ({"keep": {"policy": "fifo"}}, ["layers[0].keep", "'fifo' needs a budget"]),
+        ({"keep": {"policy": "all", "budget": 9}}, ["budget 9 needs an eviction policy"]),
+        ({"keep": {"policy": "fifo", "budget": 4}}, ["budget 4 is below the protected tokens", "allowed is 5 or more"]),
+        ({"keep": {"policy": "snapkv", "budget": 30}}, ["budget 30 is below the protected tokens: 4 sinks and 32 recent", "37 or more"]),
+        ({"keep": {"policy": "fifo", "budget": 9, "sinks": -1}}, ["layers[0].keep.sinks", "it held -1"]),
+        ({"keep": {"policy": "snapkv", "budget": 99, "options": {"windows": 4}}}, ["no option 'windows'", "allowed are window, kernel"]),
+        ({"keep": {"policy": "snapkv", "budget": 99, "options": {"kernel": 4}}}, ["kernel 4", "odd numbers"]),
+        ({"keep": {"policy": "snapkv", "budget": 99, "options": {"window": 0}}}, ["window 0", "whole numbers from 1"]),
+        ({"keep": {"policy": "streaming", "budget": 9, "options": {"positions": "new"}}}, ["positions 'new'", "renumbered, original"]),
+        ({"form": {"kind": "rotated", "bits": 5}}, ["layers[0].form.bits", "5 bits are not offered", "1, 2, 3, 4 and 8"]),
+        ({"form": {"kind": "rotated"}}, ["layers[0].form", "needs bits"]),
+        ({"form": {"kind": "packed", "bits": 4}}, ["layers[0].form.kind", "'packed'"]),
+        ({"form": {"kind": "rotated", "bits": 4, "group": 48}}, ["group 48", "powers of two"]),
+        ({"form": {"kind": "channel", "bits": 4, "group": 16}}, ["group 16", "32 and 64"]),
+        ({"form": {"kind": "rotated", "bits": 4, "levels": "centroid"}}, ["'centroid' are for 1 bit", "bits is 4"]),
+        ({"form": {"kind": "rotated", "bits": 4, "outliers": 2}}, ["outliers 2 need kind 'channel'"]),
+        ({"form": {"bits": 4}}, ["bits 4 need kind"]),
+        ({"form": {"kind": "rotated", "bits": 4, "residual": -1}}, ["layers[0].form.residual", "-1"]),
+        ({"layers": "first"}, ["layers[0].layers", "'first' cannot be read", "0-3,8,-1"]),
+        ({"attention": "both ways"}, ["layers[0].attention", "'both ways'"]),
+        ({"keeps": {}}, ["layers[0].keeps"]),
+        ({"tier": "disk"}, ["layers[0].tier", "'disk'"]),
+        ({"keep": {"policy": "adakv", "budget": 99}, "form": {"kind": "rotated", "bits": 4}}, ["'adakv' gives each head its own budget"]),
+        ({"keep": {"policy": "streaming", "budget": 99}, "form": {"kind": "rotated", "bits": 4}}, ["set positions: original"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_plan_says_which_field_what_it_held_and_what_is_allowed(fields, said):
+    with pytest.raises(PlanError) as caught:
+        Plan(layers=[fields])
+    for part in said:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("int5", "unknown preset 'int5': allowed are full, int8"),
+        ("int4:512", "int4 takes no budget"),
+        ("snapkv:0", "budget '0' cannot be used"),
+        ("snapkv:", "budget '' cannot be used"),
+        ("fifo:-3", "budget '-3' cannot be used"),
+        ("fifo:3", "below the protected tokens"),
+        ("", "unknown preset ''"),
+    ],
+)
+def test_a_wrong_preset_says_so(name, said):
+    with pytest.raises(PlanError, match=said):
+        Plan.preset(name)
+
+
+def test_plan_files_that_cannot_be_used(tmp_path):
+    missing, broken, listed, wrong = (tmp_path / f"{n}.yaml" for n in ("missing", "broken", "listed", "wrong"))
+    broken.write_text("layers: [")
+    listed.write_text("- a\n- b\n")
+    wrong.write_text("layers:\n- form: {kind: rotated, bits: 7}\n")
+    for path, said in (
+        (missing, "cannot be read"),
+        (broken, "is not YAML"),
+        (listed, "holds list"),
+        (wrong, "7 bits are not offered"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            Plan.load(path)
+        assert str(path) in str(caught.value) and said in str(caught.value)
+    with pytest.raises(PlanError, match="a Plan, a preset's name and a plan file"):
+        Plan.of(5)
+
+
+def test_formats_that_do_not_fit_the_model_are_refused_at_attach():
+    from zoo import ZOO
+
+    model = ZOO["llama"].build()  # heads of 16 channels
+    for form, said in (
+        ({"group": 32}, "group"),
+        ({"kind": "channel", "outliers": 16}, "outliers 16 cannot be used: the head has 16"),
+    ):
+        plan = Plan(layers=[{"form": {"kind": "rotated", "bits": 4, **form}}])
+        with pytest.raises(PlanError, match=said):
+            kvtailor.attach(model, plan)
+
+
+def test_a_budget_in_bytes_below_the_protected_tokens_names_what_would_do():
+    from zoo import ZOO, text
+
+    model = ZOO["llama"].build()
+    with (
+        kvtailor.attach(model, "fifo:1KiB"),
+        pytest.raises(PlanError, match=r"budget 1KiB holds \d+ tokens per head in 3 layers.*or more"),
+    ):
+        model.generate(**text(20), max_new_tokens=2)
