@@ -83,7 +83,6 @@ class Poll(threading.Thread):
         super().__init__(daemon=True)
         self.head_dim, self.heads = head_dim, heads
         self.stopped = threading.Event()
-        self.before = {pointer for pointer, _ in self.storages()}
         self.peak, self.samples = 0, 0
 
     def is_kv(self, tensor: torch.Tensor) -> bool:
@@ -101,10 +100,10 @@ class Poll(threading.Thread):
 
     def run(self) -> None:
         while not self.stopped.is_set():
-            sizes = {pointer: size for pointer, size in self.storages() if pointer not in self.before}
+            sizes = dict(self.storages())
             self.peak = max(self.peak, sum(sizes.values()))
             self.samples += 1
-            time.sleep(0.05)
+            time.sleep(0.005)
 
 
 def test_a_hard_budget_holds_at_every_moment_of_a_long_prefill(smollm2):
@@ -114,6 +113,8 @@ def test_a_hard_budget_holds_at_every_moment_of_a_long_prefill(smollm2):
     budget = 48 * 2**20
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
+    gc.collect()
+    gc.freeze()  # what lives before is not listed again, so that a look at the rest is quick
     poll = Poll(head_dim=64, heads=3)
     try:
         with kvtailor.attach(smollm2.model, "snapkv:48MiB") as attachment:
@@ -125,9 +126,10 @@ def test_a_hard_budget_holds_at_every_moment_of_a_long_prefill(smollm2):
     finally:
         poll.stopped.set()
         poll.join()
+        gc.unfreeze()
         sys.setswitchinterval(interval)
     report = cache.report()
-    assert poll.samples > 50
+    assert poll.samples > 500
     assert report.tokens_seen == 8004 and report.tokens_kept < 1200
     assert 0.9 * budget < poll.peak <= 1.03 * budget
     assert report.bytes_held <= report.bytes_peak <= budget

@@ -104,6 +104,25 @@ def _token_groups(codes: Tensor, group: int) -> Tensor:
     return functional.pad(codes, (0, 0, 0, -codes.shape[1] % group)).unflatten(1, (-1, group))
 
 
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+    """Attention over dense keys and values in one go, without its log-sum-exp.
+
+    Parameters
+    ----------
+    query : (H, M, Dk).
+    keys, values : (H, n, Dk) and (H, n, Dv), in the query's dtype.
+    scale : factor on the logits.
+    visible : (1 or H, M, n) boolean, True where a query may look; None for everywhere.
+
+    Returns
+    -------
+    (H, M, Dv) in the query's dtype; zero for a query that may look nowhere.
+    """
+    mask = None if visible is None else visible.expand(query.shape[0], -1, -1)[None]
+    out = functional.scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=mask, scale=scale)[0]
+    return out if visible is None else out.nan_to_num_(0.0)
+
+
 def softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over the last axis with its log-sum-exp, so that parts can be merged.
 

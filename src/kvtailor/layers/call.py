@@ -83,30 +83,41 @@ class Call:
         if self.softcap is not None:
             logits = torch.tanh(logits.div_(self.softcap)).mul_(self.softcap)
         if self.bias is not None:
-            logits = logits + _columns(self.bias, row, start, positions, logits)
-        if self.mask is None:
-            return self._by_position(logits, positions, start)
-        seen = _columns(self.mask, row, start, positions, logits)
-        if seen.dtype == torch.bool:
-            return logits.masked_fill_(~seen, -torch.inf)
-        hidden = seen <= torch.finfo(seen.dtype).min / 2
-        return (logits + seen).masked_fill_(hidden, -torch.inf)
+            logits = logits + _columns(self.bias, row, start, positions, logits.shape)
+        if self.mask is not None and self.mask.dtype != torch.bool:
+            added = _columns(self.mask, row, start, positions, logits.shape)
+            return (logits + added).masked_fill_(added <= torch.finfo(added.dtype).min / 2, -torch.inf)
+        visible = self.visible(logits.shape, positions, row, start)
+        return logits if visible is None else logits.masked_fill_(~visible, -torch.inf)
 
-    def _by_position(self, logits: torch.Tensor, positions: torch.Tensor, start: int) -> torch.Tensor:
-        queries = logits.shape[2]
+    @property
+    def only_hides(self) -> bool:
+        """Whether logits are scaled and hidden and nothing else happens to them."""
+        plain = self.softcap is None and self.sinks is None and self.bias is None
+        return plain and (self.mask is None or self.mask.dtype == torch.bool)
+
+    def visible(self, shape: torch.Size, positions: torch.Tensor, row: int, start: int) -> torch.Tensor | None:
+        """What each query sees by a boolean mask or by position, broadcastable to ``shape``; None for everything.
+
+        Parameters
+        ----------
+        shape : (h, G, q, n) of the logits.
+        positions, row, start : as for :meth:`weigh`.
+        """
+        if self.mask is not None:
+            return _columns(self.mask, row, start, positions, shape)
+        queries = shape[2]
         if not self.causal or (queries == 1 and self.window is None):
-            return logits
-        slot = self.first + start + torch.arange(queries, device=logits.device)[:, None]  # (q, 1)
+            return None
+        slot = self.first + start + torch.arange(queries, device=positions.device)[:, None]  # (q, 1)
         key = positions if positions.dim() == 1 else positions[:, None, None, :]
-        hidden = key > slot
-        if self.window is not None:
-            hidden = hidden | (key <= slot - self.window)
-        return logits.masked_fill_(hidden, -torch.inf)
+        seen = key <= slot
+        return seen if self.window is None else seen & (key > slot - self.window)
 
 
-def _columns(table: torch.Tensor, row: int, start: int, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Rows and columns of a mask or bias that match logits, broadcastable to (h, G, q, n)."""
-    queries = logits.shape[2]
+def _columns(table: torch.Tensor, row: int, start: int, positions: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Rows and columns of a mask or bias for logits of ``shape`` (h, G, q, n), broadcastable to it."""
+    queries = shape[2]
     table = table[row if table.shape[0] > 1 else 0]  # (1 or Hq, q or 1, slots)
     table = table[:, start : start + queries] if table.shape[1] > 1 else table
     if positions.dim() == 1:
@@ -117,11 +128,11 @@ def _columns(table: torch.Tensor, row: int, start: int, positions: torch.Tensor,
             return picked[0][:, None]  # (h, 1, q, n)
     if table.shape[0] == 1:
         return picked
-    return _by_query_head(picked, positions, logits)
+    return _by_query_head(picked, positions, shape)
 
 
-def _by_query_head(picked: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    heads, group = logits.shape[:2]
+def _by_query_head(picked: torch.Tensor, positions: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    heads, group = shape[:2]
     if positions.dim() == 1:  # (Hq, 1, q, n)
         return picked.reshape(heads, group, *picked.shape[2:])
     same = picked.reshape(-1, group, *picked.shape[1:])  # (Hkv, G, h, q, n): head h reads its own positions

@@ -39,6 +39,11 @@ class Part:
     positions: torch.Tensor
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the keys are codes."""
+        return isinstance(self.keys, Packed)
+
+    @property
     def rotated(self) -> bool:
         """Whether the numbers are stored in the rotated basis."""
         return isinstance(self.keys, Packed) and self.keys.format.rotated
@@ -142,6 +147,8 @@ class Row:
         """
         if not parts:
             return query.new_zeros(*query.shape[:3], self.tail.values.shape[-1], dtype=torch.float32)
+        if len(parts) == 1 and call.only_hides and not parts[0].is_packed and parts[0].heads == slice(None):
+            return self._attend_plainly(query, call, index, parts[0])
         held = sum(part.positions.shape[-1] for part in parts)
         step = max(1, LOGITS_AT_ONCE // max(1, held * query.shape[0] * query.shape[1]))
         blocks = [
@@ -149,6 +156,15 @@ class Row:
             for start in range(0, query.shape[2], step)
         ]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+    def _attend_plainly(self, query: torch.Tensor, call: Call, index: int, part: Part) -> torch.Tensor:
+        heads, group, count, dim = query.shape
+        shape = torch.Size((heads, group, count, part.positions.shape[-1]))
+        visible = call.visible(shape, part.positions, index, 0)
+        if visible is not None:
+            visible = visible.expand(-1 if visible.dim() == 4 else 1, group, count, -1).flatten(-3, -2)
+        out = kernels.attend(query.reshape(heads, group * count, dim), part.keys, part.values, call.scale, visible)
+        return out.view(heads, group, count, -1).float()
 
     def _attend_block(self, query: torch.Tensor, call: Call, index: int, start: int, parts: list[Part]) -> torch.Tensor:
         states = []
@@ -232,7 +248,7 @@ class Row:
         slots = [segment.slots().expand(heads, -1) for segment in self.segments]
         if self.tail.longest:
             slots.append(self.tail.padded(self.tail.positions).long())
-        return torch.cat(slots, dim=1) if slots else torch.empty(heads, 0, dtype=torch.long)
+        return torch.cat(slots, dim=1) if slots else self.tail.positions.new_empty(heads, 0, dtype=torch.long)
 
     def marks(self) -> torch.Tensor | None:
         """Marks of everything held, (Hkv, n), in the order of :meth:`positions`."""

@@ -1,0 +1,1 @@
+"""The command line: ``kvtailor``, one file per command."""

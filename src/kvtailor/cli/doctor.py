@@ -1,0 +1,186 @@
+"""``kvtailor doctor``: what this machine can run, and what a plan would hold."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvtailor.cli.settings import active_kernels, console, count, dtype_of, heard, quiet, warn
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtailor.estimate import Estimate
+    from kvtailor.plan import Plan
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="A folder, a .gguf file, a hub name or an embedded model.")
+    ] = None,
+    plan: Annotated[str, typer.Option(help="A preset such as int4 or snapkv:25%, or a plan file.")] = "full",
+    tokens: Annotated[
+        int, typer.Option(parser=count, metavar="N", help="Tokens of the prompt that the estimate is for.")
+    ] = 4096,
+    dtype: Annotated[str, typer.Option(help="Of the cache: float32, bfloat16 or float16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Tell what this machine has, and with a model what its cache would hold after a prompt."""
+    from kvtailor.plan import Plan
+
+    numbers, chosen = dtype_of(dtype), Plan.of(plan)
+    with quiet():
+        found = {**machine(), "kernels": active_kernels(), "embedded_models": embedded_models()}
+        if model is not None:
+            found["model"] = examine(model, chosen, tokens, numbers, progress=not as_json)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    show(found)
+
+
+def machine() -> dict[str, Any]:
+    """The machine as plain data."""
+    from kvtailor.cli.machine import describe_machine
+
+    return describe_machine()
+
+
+def embedded_models() -> list[dict[str, Any]]:
+    """The embedded models, and whether each has been fetched."""
+    from kvtailor.models.fetch import EMBEDDED, is_complete, model_home
+
+    return [
+        {
+            "name": name,
+            "describes": package.describes,
+            "is_fetched": is_complete(model_home() / "fetched" / name, package),
+        }
+        for name, package in EMBEDDED.items()
+    ]
+
+
+def examine(name: str, plan: Plan, tokens: int, dtype: torch.dtype, *, progress: bool = False) -> dict[str, Any]:
+    """What a plan would hold for a model after a prompt of ``tokens``, as plain data, with warnings.
+
+    Raises
+    ------
+    ModelError
+        If the model cannot be found, read or served.
+    PlanError
+        If the plan cannot be used with the model.
+    """
+    from kvtailor import attach
+    from kvtailor.cli.configuration import load_config, on_meta
+    from kvtailor.estimate import estimate, length_limit
+
+    config = load_config(name, progress=progress)
+    model = on_meta(name, config)
+    warnings: list[str] = []
+    with heard(warnings), attach(model, plan):
+        pass
+    held = estimate(config, plan, tokens, dtype)
+    limit = length_limit(config)
+    if limit is not None and tokens > limit:
+        warnings.append(f"{tokens} tokens are more than the {limit} positions of model {name!r}")
+    warnings += dict.fromkeys(layer.note for layer in held.layers if layer.note)
+    return {
+        "name": name,
+        "class": type(model).__name__,
+        "length_limit": limit,
+        "plan": plan.name,
+        "tokens": tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "bytes_held": held.bytes_held,
+        "bytes_default": held.bytes_default,
+        "layer_groups": layer_groups(held),
+        "warnings": warnings,
+    }
+
+
+def layer_groups(held: Estimate) -> list[dict[str, Any]]:
+    """Neighbouring layers that are kept alike, as plain data."""
+    groups = []
+    for (attention, words), members in groupby(held.layers, key=lambda layer: (layer.attention, layer.kept_as)):
+        layers = list(members)
+        first, last = layers[0].index, layers[-1].index
+        groups.append(
+            {
+                "layers": f"{first}" if first == last else f"{first}-{last}",
+                "attention": attention,
+                "kept_as": words,
+                "tokens_kept": sum(layer.tokens_kept for layer in layers) / len(layers),
+                "bytes_held": sum(layer.bytes_held for layer in layers),
+                "bytes_default": sum(layer.bytes_default for layer in layers),
+            }
+        )
+    return groups
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print what was found for people."""
+    from rich.table import Table
+
+    from kvtailor.report import human_bytes
+
+    table = Table(show_header=False, box=None)
+    memory = found["memory_bytes"]
+    rows = {
+        "processor": found["processor"],
+        "instruction sets": ", ".join(found["instruction_sets"]) or "not known",
+        "cores": str(found["cores"]),
+        "memory": "not known" if memory is None else human_bytes(memory),
+        "GPU": ", ".join(found["gpus"]) or "none",
+        "kernels": f"{found['kernels']} (PyTorch operations; there are no others in this version)",
+        **found["versions"],
+    }
+    for one in found["embedded_models"]:
+        state = "fetched" if one["is_fetched"] else "not fetched yet; the first use fetches it"
+        rows[f"model {one['name']}"] = f"{one['describes']}: {state}"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console().print(table)
+    if "model" in found:
+        show_model(found["model"])
+        warn(found["model"]["warnings"])
+
+
+def show_model(model: dict[str, Any]) -> None:
+    """Print what a plan would hold."""
+    from rich.table import Table
+
+    from kvtailor.report import human_bytes
+
+    title = f"{model['name']} ({model['class']}), plan {model['plan']}, {model['tokens']} tokens, {model['dtype']}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("layers")
+    table.add_column("kept as")
+    for column in ("tokens kept", "held", "default", "share"):
+        table.add_column(column, justify="right")
+    for group in model["layer_groups"]:
+        table.add_row(
+            group["layers"] + (" cross" if group["attention"] == "cross" else ""),
+            group["kept_as"],
+            f"{group['tokens_kept']:.0f}",
+            *held_and_default(group),
+        )
+    table.add_row("all", "", "", *held_and_default(model), style="bold")
+    growth = sum(group["bytes_default"] for group in model["layer_groups"] if group["attention"] == "self")
+    shown = console()
+    shown.print()
+    shown.print(table)
+    shown.print(
+        "Estimated from the configuration, at the end of the prompt. The default cache takes "
+        f"{human_bytes(growth / model['tokens'])} per token."
+    )
+
+
+def held_and_default(sizes: dict[str, Any]) -> tuple[str, str, str]:
+    """Bytes held, bytes of the default cache, and their ratio, in words."""
+    from kvtailor.report import human_bytes
+
+    held, default = sizes["bytes_held"], sizes["bytes_default"]
+    return human_bytes(held), human_bytes(default), f"{held / default:.0%}" if default else "-"

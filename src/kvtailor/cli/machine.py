@@ -1,0 +1,79 @@
+"""What the machine and the installed packages are, as plain data."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+CPU_INFO = Path("/proc/cpuinfo")
+INSTRUCTION_SETS = {
+    "avx2": ("avx2",),
+    "avx512": ("avx512f",),
+    "vnni": ("avx512_vnni", "avx_vnni"),
+    "neon": ("asimd", "neon"),
+}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory, versions and accelerators of this machine."""
+    return {**processor(), "memory_bytes": memory_bytes(), "versions": versions(), "gpus": gpus()}
+
+
+def processor(cpu_info: Path = CPU_INFO) -> dict[str, Any]:
+    """Name, instruction sets and cores of the processor.
+
+    Parameters
+    ----------
+    cpu_info : the kernel's description of the processor; elsewhere than on Linux the instruction sets are not known.
+    """
+    fields: dict[str, str] = {}
+    if cpu_info.is_file():
+        for line in cpu_info.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip().lower(), value.strip())
+    flags = set((fields.get("flags") or fields.get("features") or "").split())
+    return {
+        "processor": fields.get("model name") or platform.processor() or platform.machine(),
+        "instruction_sets": [name for name, any_of in INSTRUCTION_SETS.items() if flags & set(any_of)],
+        "cores": usable_cores(),
+    }
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """Bytes of memory in the machine, where the system tells."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter."""
+    import torch
+    import transformers
+
+    import kvtailor
+
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "kvtailor": kvtailor.__version__,
+    }
+
+
+def gpus() -> list[str]:
+    """Names of the accelerators that torch can use."""
+    import torch
+
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return names + (["Apple MPS"] if torch.backends.mps.is_available() else [])

@@ -1,0 +1,67 @@
+"""``kvtailor presets``: the plans that have a name."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from kvtailor.cli.settings import console
+
+# name -> (what it does, source)
+DESCRIPTIONS = {
+    "full": ("every token, exact; the default cache's answers to the bit", "ours"),
+    "int8": ("8 bits per number after a Hadamard rotation; sinks and newest tokens exact", "ours"),
+    "int4": ("4 bits per number after a Hadamard rotation; sinks and newest tokens exact", "ours"),
+    "int3": ("3 bits per number after a Hadamard rotation; sinks and newest tokens exact", "ours"),
+    "int2": ("2 bits per number after a Hadamard rotation; sinks and newest tokens exact", "ours"),
+    "int1": ("1 bit per number, keys per channel; sinks and newest tokens exact", "ours"),
+    "kivi4": ("4 bits, keys per channel and values per token; newest 128 exact", "KIVI, arXiv 2402.02750"),
+    "kivi2": ("2 bits, keys per channel and values per token; newest 128 exact", "KIVI, arXiv 2402.02750"),
+    "fifo": ("drops the oldest token that is no sink", "classic"),
+    "lru": ("drops the token that no query has attended to for longest", "ours after InfiniGen, arXiv 2406.19707"),
+    "random": ("drops tokens at random; a baseline", "baseline"),
+    "keynorm": ("keeps the keys of smallest norm, once after the prompt", "Devoto et al., arXiv 2406.11430"),
+    "streaming": ("sinks and a recent window, renumbered", "StreamingLLM, arXiv 2309.17453"),
+    "h2o": ("keeps what gathered the most attention, and recent tokens", "H2O, arXiv 2306.14048"),
+    "snapkv": ("keeps what the prompt's last queries attend to, once after the prompt", "SnapKV, arXiv 2404.14469"),
+    "pyramidkv": ("SnapKV with more tokens in early layers than in late ones", "PyramidKV, arXiv 2406.02069"),
+    "adakv": ("SnapKV with a layer's budget divided over its heads", "AdaKV, arXiv 2407.11550"),
+}
+
+
+def presets(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False) -> None:
+    """List the presets: what each keeps, whether it takes a budget, and where it comes from."""
+    entries = [entry(name) for name in names()]
+    if as_json:
+        typer.echo(json.dumps(entries))
+        return
+    from rich.table import Table
+
+    table = Table(title="Presets", title_justify="left")
+    for column in ("plan", "what it keeps", "source"):
+        table.add_column(column)
+    for one in entries:
+        table.add_row(one["usage"], one["description"], one["source"])
+    console().print(table)
+    typer.echo("BUDGET is a number of tokens (512), a share of the prompt (25%) or bytes (64MiB).")
+
+
+def names() -> tuple[str, ...]:
+    """All preset names."""
+    from kvtailor.presets import NAMES
+
+    return NAMES
+
+
+def entry(name: str) -> dict[str, str]:
+    """One preset as data."""
+    from kvtailor.plan import Plan
+
+    description, source = DESCRIPTIONS.get(name, ("", ""))
+    budget = next((layer.keep.budget for layer in Plan.preset(name).layers), None)
+    entry = {"name": name, "usage": name, "description": description, "source": source}
+    if budget is not None:
+        entry |= {"usage": f"{name}[:BUDGET]", "default_budget": str(budget)}
+    return entry

@@ -1,0 +1,1 @@
+"""The demonstration: one question about a long text, answered with the default cache and with plans."""
