@@ -14,7 +14,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvtailor._compat import output_cache_argument
-from kvtailor.attach import attach
+from kvtailor.attachment import attach
 from kvtailor.cache import KVCache
 from kvtailor.calibrate.density import density, label, uncovered
 from kvtailor.indexes.channels import channel_peaks, critical_channels, group_mean, partial_logits, strongest_tokens

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtailor._compat import output_cache_argument
-from kvtailor.attach import attach
+from kvtailor.attachment import attach
 from kvtailor.cache import KVCache
 from kvtailor.layers.base import Place, Step
 from kvtailor.layers.evicting import EvictingLayer

@@ -290,7 +290,7 @@ def _layer_report(number: int, layer: Any) -> LayerReport:
         return LayerReport(
             index=number,
             attention="cross" if layer.place.cross else "self",
-            kept_as=_description(layer.plan),
+            kept_as=layer.plan.in_words,
             tokens_seen=layer.seen,
             tokens_kept=layer.kept,
             bytes_by_kind=held,
@@ -315,12 +315,3 @@ def _tensor_bytes(layer: Any) -> int:
         elif isinstance(value, list | tuple):
             pending.extend(value)
     return sum(storages.values())
-
-
-def _description(entry: LayerPlan) -> str:
-    words = []
-    if entry.keep.policy != "all":
-        words.append(f"{entry.keep.policy} {entry.keep.budget}")
-    if entry.form.kind != "dense":
-        words.append(f"{entry.form.kind} {entry.form.bits}-bit")
-    return ", ".join(words) or "full"

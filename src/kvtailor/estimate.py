@@ -178,20 +178,12 @@ def _tailored(entry: LayerPlan, place: Place, tokens: int, sizes: Sizes) -> Laye
     return LayerEstimate(
         index=place.index,
         attention="cross" if place.cross else "self",
-        kept_as=kept_as(entry),
+        kept_as=entry.in_words,
         tokens_kept=kept,
         bytes_held=sizes.rows * held,
         bytes_default=sizes.rows * tokens * sizes.token,
         note=note,
     )
-
-
-def kept_as(entry: LayerPlan) -> str:
-    """How a layer is kept, in words: "snapkv 25%, rotated 4-bit"."""
-    words = [] if entry.keep.policy == "all" else [f"{entry.keep.policy} {entry.keep.budget}"]
-    if entry.form.kind != "dense":
-        words.append(f"{entry.form.kind} {entry.form.bits}-bit")
-    return ", ".join(words) or "full"
 
 
 def _evicting(entry: LayerPlan, place: Place, tokens: int, sizes: Sizes) -> tuple[int, int, str]:

@@ -188,6 +188,16 @@ class LayerPlan(_Part):
         return self.attention in (attention, "both") and layer in _numbers(self.layers, depth)
 
     @property
+    def in_words(self) -> str:
+        """How a layer is kept, for people: "snapkv 25%, rotated 4-bit"."""
+        words = []
+        if self.keep.policy != "all":
+            words.append(f"{self.keep.policy} {self.keep.budget}")
+        if self.form.kind != "dense":
+            words.append(f"{self.form.kind} {self.form.bits}-bit")
+        return ", ".join(words) or "full"
+
+    @property
     def is_full(self) -> bool:
         """Whether the layer is kept whole and exact."""
         return self.keep.policy == "all" and self.form.kind == "dense"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
@@ -104,20 +106,21 @@ class Report:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         kinds = [kind for kind in _KINDS if any(kind in layer.bytes_by_kind for layer in self.layers)]
-        table = Table(title=f"KV cache, plan {self.plan}", title_justify="left")
-        table.add_column("layer")
+        table = Table(title=f"KV cache, plan {self.plan}", title_justify="left", box=SIMPLE, pad_edge=False)
+        table.add_column("layers")
         table.add_column("kept as")
-        for name in ("seen", "kept", *kinds, "held", "default"):
+        for name in ("seen", "kept", *kinds, "held"):
             table.add_column(name, justify="right")
-        for layer in self.layers:
+        for alike in self._alike():
+            first, last, count = alike[0], alike[-1], len(alike)
+            numbers = f"{first.index}" if count == 1 else f"{first.index}-{last.index}"
             table.add_row(
-                f"{layer.index}" + (" cross" if layer.attention == "cross" else ""),
-                layer.kept_as,
-                str(layer.tokens_seen),
-                f"{layer.tokens_kept:.0f}",
-                *(human_bytes(layer.bytes_by_kind.get(kind, 0)) for kind in kinds),
-                human_bytes(layer.bytes_held),
-                human_bytes(layer.bytes_default),
+                numbers + (" cross" if first.attention == "cross" else ""),
+                first.kept_as,
+                str(first.tokens_seen),
+                f"{first.tokens_kept:.0f}",
+                *(human_bytes(sum(layer.bytes_by_kind.get(kind, 0) for layer in alike)) for kind in kinds),
+                human_bytes(sum(layer.bytes_held for layer in alike)),
             )
         yield table
         share = f" ({self.bytes_held / self.bytes_default:.0%} of the default cache)" if self.bytes_default else ""
@@ -126,6 +129,14 @@ class Report:
             f"default {human_bytes(self.bytes_default)}"
         )
         yield f"attention {self.attention_seconds:.2f} s, making room {self.room_seconds:.2f} s"
+
+    def _alike(self) -> list[list[LayerReport]]:
+        """Neighbouring layers that are kept alike and hold as many tokens."""
+
+        def look(layer: LayerReport) -> tuple[str, str, int, int]:
+            return layer.attention, layer.kept_as, layer.tokens_seen, round(layer.tokens_kept)
+
+        return [list(group) for _, group in groupby(self.layers, key=look)]
 
     def __str__(self) -> str:
         console = Console(width=120, file=io.StringIO())

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtailor import _compat
-from kvtailor.attach import attach
+from kvtailor.attachment import attach
 from kvtailor.errors import KVTailorError
 from kvtailor.estimate import length_limit
 from kvtailor.models.load import Loaded

@@ -147,7 +147,7 @@ class Row:
         """
         if not parts:
             return query.new_zeros(*query.shape[:3], self.tail.values.shape[-1], dtype=torch.float32)
-        if len(parts) == 1 and call.only_hides and not parts[0].is_packed and parts[0].heads == slice(None):
+        if len(parts) == 1 and call.only_hides and parts[0].heads == slice(None) and not parts[0].is_packed:
             return self._attend_plainly(query, call, index, parts[0])
         held = sum(part.positions.shape[-1] for part in parts)
         step = max(1, LOGITS_AT_ONCE // max(1, held * query.shape[0] * query.shape[1]))
@@ -158,6 +158,7 @@ class Row:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
     def _attend_plainly(self, query: torch.Tensor, call: Call, index: int, part: Part) -> torch.Tensor:
+        assert isinstance(part.keys, torch.Tensor) and isinstance(part.values, torch.Tensor)
         heads, group, count, dim = query.shape
         shape = torch.Size((heads, group, count, part.positions.shape[-1]))
         visible = call.visible(shape, part.positions, index, 0)
@@ -195,13 +196,9 @@ class Row:
     def _attend_part(
         self, query: torch.Tensor, call: Call, index: int, start: int, part: Part
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        query = query[part.heads]
-        heads, group, count, dim = query.shape
-        logits = kernels.scores(query.reshape(heads, group * count, dim), part.keys)
-        logits = self._weigh(logits.view(heads, group, count, -1), call, index, start, part)
-        probs, lse = kernels.softmax(logits)
-        out = kernels.weighted_values(probs.view(heads, group * count, -1), part.values)
-        return out.view(heads, group, count, -1), lse
+        probs, lse = kernels.softmax(self._part_logits(query, call, index, start, part))
+        out = kernels.weighted_values(probs.flatten(1, 2), part.values)
+        return out.unflatten(1, probs.shape[1:3]), lse
 
     def _weigh(self, logits: torch.Tensor, call: Call, index: int, start: int, part: Part) -> torch.Tensor:
         if part.heads == slice(None):
@@ -230,17 +227,25 @@ class Row:
         -------
         (Hkv, G, q, n) float32, in the order of :meth:`positions`.
         """
+        parts = list(self.parts())
+        if len(parts) == 1 and parts[0].heads == slice(None):
+            return self._part_logits(rotate(query) if parts[0].rotated else query, call, index, start, parts[0])
+        turned = rotate(query) if any(part.rotated for part in parts) else query
         sealed, longest = self.sealed, self.tail.longest
         table = query.new_full((*query.shape[:3], sealed + longest), -torch.inf, dtype=torch.float32)
         place = 0
-        for part in self.parts():
-            q = (rotate(query) if part.rotated else query)[part.heads]
-            heads, group, count, dim = q.shape
-            raw = kernels.scores(q.reshape(heads, group * count, dim), part.keys).view(heads, group, count, -1)
+        for part in parts:
+            logits = self._part_logits(turned if part.rotated else query, call, index, start, part)
             at = sealed if part.heads != slice(None) else place
-            table[part.heads, ..., at : at + raw.shape[-1]] = self._weigh(raw, call, index, start, part)
-            place += raw.shape[-1]
+            table[part.heads, ..., at : at + logits.shape[-1]] = logits
+            place += logits.shape[-1]
         return table
+
+    def _part_logits(self, query: torch.Tensor, call: Call, index: int, start: int, part: Part) -> torch.Tensor:
+        query = query[part.heads]  # in the part's own basis
+        heads, group, count, dim = query.shape
+        logits = kernels.scores(query.reshape(heads, group * count, dim), part.keys).view(heads, group, count, -1)
+        return self._weigh(logits, call, index, start, part)
 
     def positions(self) -> torch.Tensor:
         """Slots of everything held, (Hkv, n) int64; heads with fewer tokens repeat their last one."""

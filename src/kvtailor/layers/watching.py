@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kvtailor.kernels import reference as kernels
 from kvtailor.layers.call import Call
 from kvtailor.layers.row import LOGITS_AT_ONCE, Row, Window
 
@@ -73,7 +74,7 @@ def window_attention(
     logits = row.logits(row.window.queries, call, 0, 0)
     if causal:
         logits = logits.masked_fill(row.positions()[:, None, None, :] > row.window.slots[:, None], -torch.inf)
-    return _with_sinks(logits, call)
+    return _normalised(logits, call)
 
 
 def _probabilities(
@@ -84,14 +85,15 @@ def _probabilities(
     wanted = torch.zeros(query.shape[2], dtype=torch.bool, device=query.device)
     wanted[real] = True
     for start in range(0, query.shape[2], step):
-        logits = row.logits(query[:, :, start : start + step], call, index, start)
-        probs = _with_sinks(logits, call).nan_to_num_(0.0)
-        probs = probs * wanted[start : start + step, None]
+        probs = _normalised(row.logits(query[:, :, start : start + step], call, index, start), call)
+        if not wanted[start : start + step].all():
+            probs = probs * wanted[start : start + step, None]
         yield probs, torch.arange(start, start + probs.shape[2], device=query.device)
 
 
-def _with_sinks(logits: torch.Tensor, call: Call) -> torch.Tensor:
+def _normalised(logits: torch.Tensor, call: Call) -> torch.Tensor:
+    """Probabilities from logits (Hkv, G, q, n); what attention sinks take is missing from their sum."""
+    probs, lse = kernels.softmax(logits)
     if call.sinks is None:
-        return logits.softmax(dim=-1)
-    sinks = call.sinks.float().view(logits.shape[0], logits.shape[1], 1, 1).expand(*logits.shape[:3], 1)
-    return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        return probs
+    return probs * torch.sigmoid(lse - call.sinks.float().view(*lse.shape[:2], 1))[..., None]
