@@ -103,13 +103,13 @@ def test_long_inputs_are_read_in_blocks_with_the_same_result(axis, rows, length)
 @pytest.mark.parametrize("rows", [1, 33])
 def test_no_more_than_a_block_is_read_at_a_time(rows, monkeypatch):
     seen: list[int] = []
-    unpack_codes = reference.unpack_codes
+    centred = reference._centred
 
-    def watch(planes, bits, dim):
-        seen.append(planes[0].shape[1])
-        return unpack_codes(planes, bits, dim)
+    def watch(packed):
+        seen.append(packed.length)
+        return centred(packed)
 
-    monkeypatch.setattr(reference, "unpack_codes", watch)
+    monkeypatch.setattr(reference, "_centred", watch)
     packed = random_packed(5, 2, "token", 64, 1, 3 * BLOCK_TOKENS, 0, 0.0)
     scores(random_heads(1, 1, rows, 64), packed)
     weighted_values(random_heads(1, 1, rows, packed.length), packed)

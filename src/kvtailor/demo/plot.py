@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 # family -> (label, colour of the Okabe-Ito palette, marker)
 STYLES = {
-    "snapkv": ("snapkv, budgets of 10 to 90 %", "#0072B2", "o"),
+    "snapkv": ("snapkv, budgets of 10 to 50 %", "#0072B2", "o"),
     "h2o": ("h2o, same budgets", "#D55E00", "s"),
     "streaming": ("streaming, same budgets", "#009E73", "^"),
     "packed": ("all tokens, packed to 1 to 8 bits", "#000000", "D"),

@@ -28,7 +28,7 @@ RIGHT = "UnboundLocalError"
 DEFAULT = "default"
 TABLE_PLANS = ("full", "int4", "int3", "snapkv:25%", "h2o:25%", "streaming:25%")
 EVICTING = ("snapkv", "h2o", "streaming")
-SHARES = (10, 25, 50, 75, 90)
+SHARES = (10, 25, 50)
 PACKED = ("int8", "int4", "int3", "int2", "int1")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtailor.formats import Packed, unpack_codes
+from kvtailor.formats import Packed, plane_bits, unpack_codes
 
 BLOCK_TOKENS = 1024
 """Tokens read at a time: bounds the fp32 copies that a kernel makes. A whole number of every group of tokens."""
@@ -29,10 +30,8 @@ def scores(query: Tensor, keys: Tensor | Packed) -> Tensor:
     query = query.float()
     if isinstance(keys, Tensor):
         return _dense_scores(query, keys)
-    logits = query.new_empty(*query.shape[:2], keys.length)
-    for span, block in _blocks(keys):
-        logits[..., span] = query @ dequantise(block).mT
-    return logits
+    blocks = [_packed_scores(query, block) for block in _blocks(keys)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
 
 
 def weighted_values(probs: Tensor, values: Tensor | Packed) -> Tensor:
@@ -50,10 +49,70 @@ def weighted_values(probs: Tensor, values: Tensor | Packed) -> Tensor:
     probs = probs.float()
     if isinstance(values, Tensor):
         return _dense_values(probs, values)
-    out = probs.new_zeros(*probs.shape[:2], values.dim)
-    for span, block in _blocks(values):
-        out += probs[..., span] @ dequantise(block)
+    start, out = 0, None
+    for block in _blocks(values):
+        part = _packed_values(probs[..., start : start + block.length], block)
+        out = part if out is None else out.add_(part)
+        start += block.length
+    assert out is not None
     return out
+
+
+def _packed_scores(query: Tensor, keys: Packed) -> Tensor:
+    fmt = keys.format
+    if keys.outliers is not None or (fmt.axis == "channel" and keys.length % fmt.group):
+        return query @ dequantise(keys).mT
+    codes, scale, zero = _centred(keys)
+    if fmt.axis == "channel":
+        by_block = codes.unflatten(1, (-1, fmt.group))  # (H, blocks, g, D)
+        turned = query.unsqueeze(1) * scale.unsqueeze(2)  # (H, blocks, M, D)
+        found = turned @ by_block.mT + (query @ zero.mT).mT.unsqueeze(-1)  # (H, blocks, M, g)
+        return found.transpose(1, 2).flatten(-2)
+    by_group = codes.unflatten(-1, (-1, fmt.group)).transpose(1, 2)  # (H, groups, n, g)
+    q = query.unflatten(-1, (-1, fmt.group))  # (H, M, groups, g)
+    found = (q.transpose(1, 2) @ by_group.mT) * scale.mT.unsqueeze(2)  # (H, groups, M, n)
+    return found.sum(dim=1) + q.sum(dim=-1) @ zero.mT
+
+
+def _packed_values(probs: Tensor, values: Packed) -> Tensor:
+    fmt = values.format
+    if values.outliers is not None or fmt.axis == "channel":
+        return probs @ dequantise(values)
+    codes, scale, zero = _centred(values)
+    by_group = codes.unflatten(-1, (-1, fmt.group)).transpose(1, 2)  # (H, groups, n, g)
+    found = (probs.unsqueeze(1) * scale.mT.unsqueeze(2)) @ by_group  # (H, groups, M, g)
+    return (found.transpose(1, 2) + (probs @ zero).unsqueeze(-1)).flatten(-2)
+
+
+def _centred(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes counted from the middle level, fp32 (H, n, D), and the scale and zero that go with them.
+
+    Numbers that cancel in a sum then do so exactly, which they do not where all codes are positive.
+    """
+    bits = packed.format.bits
+    middle = (2**bits - 1) / 2
+    scale = packed.scale.float()
+    zero = packed.zero.float().addcmul(scale, scale.new_tensor(middle))
+    if bits == 8:
+        return packed.planes[0].float().sub_(middle), scale, zero
+    codes, shift = None, 1
+    for plane, width in zip(packed.planes, plane_bits(bits), strict=True):
+        read = functional.embedding(plane.int(), _levels(width, float(shift), plane.device)).flatten(-2)[
+            ..., : packed.dim
+        ]
+        codes = read if codes is None else codes.add_(read)
+        shift <<= width
+    assert codes is not None
+    return codes, scale, zero
+
+
+@lru_cache(maxsize=64)
+def _levels(width: int, weight: float, device: torch.device) -> Tensor:
+    """What the codes in each possible byte of a plane stand for, (256, codes in a byte), centred."""
+    byte = torch.arange(256, device=device).unsqueeze(1)
+    shifts = torch.arange(0, 8, width, device=device)
+    codes = (byte >> shifts) & (2**width - 1)
+    return (codes.float() - (2**width - 1) / 2) * weight
 
 
 def dequantise(packed: Packed) -> Tensor:
@@ -93,10 +152,12 @@ def _dense_values(probs: Tensor, values: Tensor) -> Tensor:
     return out
 
 
-def _blocks(packed: Packed) -> Iterator[tuple[slice, Packed]]:
+def _blocks(packed: Packed) -> Iterator[Packed]:
+    if packed.length <= BLOCK_TOKENS:
+        yield packed
+        return
     for start in range(0, packed.length, BLOCK_TOKENS):
-        stop = min(start + BLOCK_TOKENS, packed.length)
-        yield slice(start, stop), packed.slice(start, stop)
+        yield packed.slice(start, min(start + BLOCK_TOKENS, packed.length))
 
 
 def _token_groups(codes: Tensor, group: int) -> Tensor:
@@ -136,19 +197,3 @@ def softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     lse = logits.logsumexp(dim=-1)
     return (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_(), lse
-
-
-def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join attention over disjoint sets of tokens exactly.
-
-    Parameters
-    ----------
-    parts : outputs (..., D) and their log-sum-exp (...), each normalised over its own tokens.
-
-    Returns
-    -------
-    Output and log-sum-exp over all tokens.
-    """
-    weights, lse = softmax(torch.stack([lse for _, lse in parts], dim=-1))
-    out = torch.stack([out for out, _ in parts], dim=-1)
-    return (out * weights[..., None, :]).sum(dim=-1), lse

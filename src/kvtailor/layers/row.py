@@ -15,7 +15,6 @@ from kvtailor.layers.tail import Tail
 from kvtailor.quantize.hadamard import rotate, unrotate
 from kvtailor.quantize.pack import unpack
 
-State = tuple[torch.Tensor, torch.Tensor]  # attention output and its log-sum-exp
 Store = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | Packed, torch.Tensor | Packed]]
 
 # Logits computed at a time: bounds the memory of attention over many queries.
@@ -37,6 +36,16 @@ class Part:
     keys: torch.Tensor | Packed
     values: torch.Tensor | Packed
     positions: torch.Tensor
+
+    @property
+    def length(self) -> int:
+        """Tokens per head."""
+        return self.positions.shape[-1]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part spans all KV heads."""
+        return self.heads == slice(None)
 
     @property
     def is_packed(self) -> bool:
@@ -132,7 +141,7 @@ class Row:
                 yield Part(slice(head, head + 1), tail.keys[run][None], tail.values[run][None], positions)
 
     def attend(self, query: torch.Tensor, call: Call, index: int, parts: list[Part]) -> torch.Tensor:
-        """Exact attention over ``parts``, merged by their log-sum-exp.
+        """Exact attention over ``parts``, with one softmax over all of them.
 
         Parameters
         ----------
@@ -147,10 +156,9 @@ class Row:
         """
         if not parts:
             return query.new_zeros(*query.shape[:3], self.tail.values.shape[-1], dtype=torch.float32)
-        if len(parts) == 1 and call.only_hides and parts[0].heads == slice(None) and not parts[0].is_packed:
+        if len(parts) == 1 and call.only_hides and parts[0].is_whole and not parts[0].is_packed:
             return self._attend_plainly(query, call, index, parts[0])
-        held = sum(part.positions.shape[-1] for part in parts)
-        step = max(1, LOGITS_AT_ONCE // max(1, held * query.shape[0] * query.shape[1]))
+        step = max(1, LOGITS_AT_ONCE // max(1, sum(part.length for part in parts) * query.shape[0] * query.shape[1]))
         blocks = [
             self._attend_block(query[:, :, start : start + step], call, index, start, parts)
             for start in range(0, query.shape[2], step)
@@ -160,7 +168,7 @@ class Row:
     def _attend_plainly(self, query: torch.Tensor, call: Call, index: int, part: Part) -> torch.Tensor:
         assert isinstance(part.keys, torch.Tensor) and isinstance(part.values, torch.Tensor)
         heads, group, count, dim = query.shape
-        shape = torch.Size((heads, group, count, part.positions.shape[-1]))
+        shape = torch.Size((heads, group, count, part.length))
         visible = call.visible(shape, part.positions, index, 0)
         if visible is not None:
             visible = visible.expand(-1 if visible.dim() == 4 else 1, group, count, -1).flatten(-3, -2)
@@ -168,84 +176,62 @@ class Row:
         return out.view(heads, group, count, -1).float()
 
     def _attend_block(self, query: torch.Tensor, call: Call, index: int, start: int, parts: list[Part]) -> torch.Tensor:
-        states = []
-        for rotated in (False, True):
-            same = [part for part in parts if part.rotated is rotated]
-            if same:
-                out, lse = self._attend_basis(rotate(query) if rotated else query, call, index, start, same)
-                states.append((unrotate(out) if rotated else out, lse))
-        out, lse = states[0] if len(states) == 1 else kernels.merge(states)
+        probs, lse = kernels.softmax(self.logits(query, call, index, start, parts))
+        out = self._weighted(probs, parts)
         if call.sinks is not None:
-            sinks = call.sinks.float().view(query.shape[0], query.shape[1], 1)
-            out = out * torch.sigmoid(lse - sinks)[..., None]
+            out = out * torch.sigmoid(lse - call.sinks.float().view(*lse.shape[:2], 1))[..., None]
         return out
 
-    def _attend_basis(
-        self, query: torch.Tensor, call: Call, index: int, start: int, parts: list[Part]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        whole: list[State] = []
-        single: list[State] = []
-        for part in parts:
-            state = self._attend_part(query, call, index, start, part)
-            (whole if part.heads == slice(None) else single).append(state)
-        if single:
-            by_head = self._scatter_heads(query, single, [p.heads.start for p in parts if p.heads != slice(None)])
-            whole.append(by_head)
-        return whole[0] if len(whole) == 1 else kernels.merge(whole)
-
-    def _attend_part(
-        self, query: torch.Tensor, call: Call, index: int, start: int, part: Part
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        probs, lse = kernels.softmax(self._part_logits(query, call, index, start, part))
-        out = kernels.weighted_values(probs.flatten(1, 2), part.values)
-        return out.unflatten(1, probs.shape[1:3]), lse
-
-    def _weigh(self, logits: torch.Tensor, call: Call, index: int, start: int, part: Part) -> torch.Tensor:
-        if part.heads == slice(None):
-            return call.weigh(logits, part.positions, index, start)
-        head, group = part.heads.start, logits.shape[1]
-        return call.of_heads(slice(head * group, (head + 1) * group)).weigh(logits, part.positions, index, start)
-
-    def _scatter_heads(
-        self, query: torch.Tensor, states: list[tuple[torch.Tensor, torch.Tensor]], heads: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = query.new_zeros(*query.shape[:3], states[0][0].shape[-1], dtype=torch.float32)
-        lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
-        for head, (part_out, part_lse) in zip(heads, states, strict=True):
-            out[head], lse[head] = part_out[0], part_lse[0]
-        return out, lse
-
-    def logits(self, query: torch.Tensor, call: Call, index: int, start: int) -> torch.Tensor:
+    def logits(
+        self, query: torch.Tensor, call: Call, index: int, start: int, parts: list[Part] | None = None
+    ) -> torch.Tensor:
         """Weighed logits over everything held, heads with fewer tokens padded with -inf.
 
         Parameters
         ----------
         query : (Hkv, G, q, Dk).
-        call, index, start : as for :meth:`attend`; ``start`` is the place of the first query in the call.
+        call, index : as for :meth:`attend`.
+        start : place of the first query in the call.
+        parts : what is looked at, if not all of :meth:`parts`.
 
         Returns
         -------
         (Hkv, G, q, n) float32, in the order of :meth:`positions`.
         """
-        parts = list(self.parts())
-        if len(parts) == 1 and parts[0].heads == slice(None):
-            return self._part_logits(rotate(query) if parts[0].rotated else query, call, index, start, parts[0])
+        parts = list(self.parts()) if parts is None else parts
         turned = rotate(query) if any(part.rotated for part in parts) else query
-        sealed, longest = self.sealed, self.tail.longest
-        table = query.new_full((*query.shape[:3], sealed + longest), -torch.inf, dtype=torch.float32)
-        place = 0
+        whole = [part for part in parts if part.is_whole]
+        raw = [_products(turned if part.rotated else query, part) for part in whole]
+        if len(whole) == len(parts):
+            joined = raw[0] if len(raw) == 1 else torch.cat(raw, dim=-1)
+            return call.weigh(joined, _joined_positions(whole), index, start)
+        raw = [call.weigh(logits, part.positions, index, start) for part, logits in zip(whole, raw, strict=True)]
+        return torch.cat([*raw, self._uneven_logits(query, call, index, start, parts[len(whole) :])], dim=-1)
+
+    def _uneven_logits(
+        self, query: torch.Tensor, call: Call, index: int, start: int, parts: list[Part]
+    ) -> torch.Tensor:
+        longest = max(part.length for part in parts)
+        table = query.new_full((*query.shape[:3], longest), -torch.inf, dtype=torch.float32)
+        group = query.shape[1]
         for part in parts:
-            logits = self._part_logits(turned if part.rotated else query, call, index, start, part)
-            at = sealed if part.heads != slice(None) else place
-            table[part.heads, ..., at : at + logits.shape[-1]] = logits
-            place += logits.shape[-1]
+            head = part.heads.start
+            own = call.of_heads(slice(head * group, (head + 1) * group))
+            table[part.heads, ..., : part.length] = own.weigh(_products(query, part), part.positions, index, start)
         return table
 
-    def _part_logits(self, query: torch.Tensor, call: Call, index: int, start: int, part: Part) -> torch.Tensor:
-        query = query[part.heads]  # in the part's own basis
-        heads, group, count, dim = query.shape
-        logits = kernels.scores(query.reshape(heads, group * count, dim), part.keys).view(heads, group, count, -1)
-        return self._weigh(logits, call, index, start, part)
+    def _weighted(self, probs: torch.Tensor, parts: list[Part]) -> torch.Tensor:
+        """Values of ``parts`` weighted by probabilities (Hkv, G, q, n), in the model's basis."""
+        shape = (*probs.shape[:3], self.tail.values.shape[-1])
+        sums = {rotated: probs.new_zeros(shape) for rotated in {part.rotated for part in parts}}
+        place = 0
+        for part in parts:
+            share = probs[part.heads, ..., place : place + part.length].flatten(1, 2)
+            out = kernels.weighted_values(share, part.values)
+            sums[part.rotated][part.heads] += out.unflatten(1, probs.shape[1:3])
+            place += part.length if part.is_whole else 0
+        total = [unrotate(out) if rotated else out for rotated, out in sums.items()]
+        return total[0] if len(total) == 1 else total[0] + total[1]
 
     def positions(self) -> torch.Tensor:
         """Slots of everything held, (Hkv, n) int64; heads with fewer tokens repeat their last one."""
@@ -311,6 +297,21 @@ class Row:
         other.segments, other.tail, other.window = list(self.segments), self.tail.copy(), self.window
         other.total, other.first, other.prompt = self.total, self.first, self.prompt
         return other
+
+
+def _products(query: torch.Tensor, part: Part) -> torch.Tensor:
+    """Dot products of queries (Hkv, G, q, Dk), in the part's basis, and its keys: (h, G, q, n)."""
+    query = query[part.heads]
+    return kernels.scores(query.flatten(1, 2), part.keys).unflatten(1, query.shape[1:3])
+
+
+def _joined_positions(parts: list[Part]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0].positions
+    if all(part.positions.dim() == 1 for part in parts):
+        return torch.cat([part.positions for part in parts])
+    heads = max(part.positions.shape[0] for part in parts if part.positions.dim() == 2)
+    return torch.cat([part.positions.expand(heads, -1) for part in parts], dim=-1)
 
 
 def _kinds(segment: Segment) -> Iterator[tuple[str, torch.Tensor]]:

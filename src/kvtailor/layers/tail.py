@@ -79,14 +79,19 @@ class Tail:
         """
         count = key.shape[1]
         self.reserve([n + count for n in self.lengths])
-        for head, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-            run = slice(start + length, start + length + count)
-            self.keys[run] = key[head]
-            self.values[run] = value[head]
-            self.positions[run] = positions
-            if self.marks is not None:
-                self.marks[run] = marks
+        new: tuple[torch.Tensor | float, ...] = (key, value, positions, marks)
+        for flat, added in zip(self.tensors(), new, strict=False):
+            self._write(flat, added, count)
         self.lengths = [n + count for n in self.lengths]
+
+    def _write(self, flat: torch.Tensor, added: torch.Tensor | float, count: int) -> None:
+        if self.is_even:
+            length = self.lengths[0]
+            flat.view(self.heads, self.rooms[0], *flat.shape[1:])[:, length : length + count] = added
+            return
+        for head, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            by_head = isinstance(added, torch.Tensor) and added.dim() == 3
+            flat[start + length : start + length + count] = added[head] if by_head else added  # type: ignore[index]
 
     def run(self, head: int) -> slice:
         """Where a head's tokens lie in the flat arrays."""
