@@ -3,11 +3,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+OLDEST := .venv-oldest
 
 # Spinning OpenMP threads slow everything down as soon as a core is busy.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test slow lint models clean
+.PHONY: demo test test-oldest lint models clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvtailor demo --out out
@@ -15,8 +16,9 @@ demo: $(INSTALLED)
 test: $(INSTALLED) models
 	$(BIN)/pytest
 
-slow: $(INSTALLED) models
-	$(BIN)/pytest -m slow
+# The contract with Transformers, on the oldest release that is served.
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/pytest tests/test_contract.py tests/test_full_retention.py tests/test_attach.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check src tests
@@ -32,5 +34,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) out build dist
+	rm -rf $(VENV) $(OLDEST) out build dist

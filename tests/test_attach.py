@@ -318,3 +318,13 @@ def gemma3n():
         layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
+
+
+def test_a_base_model_without_a_head_is_served():
+    model, inputs = seeded(lambda: tf.LlamaModel(tf.LlamaConfig(**SMALL)))(), text(30)
+    before, expected = snapshot(model), model(**inputs).last_hidden_state
+    with kvtailor.attach(model, "fifo:16"):
+        output = model(**inputs, use_cache=True)
+        assert kv_cache(output).report().tokens_kept == 16
+        torch.testing.assert_close(output.last_hidden_state, expected)
+    same(before, snapshot(model))

@@ -47,7 +47,18 @@ def build(name="llama"):
 
 
 def generate(model, inputs, tokens, **settings):
-    return model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, **GREEDY, **settings)
+    found = model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, **GREEDY, **settings)
+    return binding(found)
+
+
+def binding(output):
+    """The output, after a check that every budget below the length of its sequence dropped something."""
+    cache = kv_cache(output)
+    for layer in cache.tailored() if isinstance(cache, kvtailor.KVCache) else ():
+        budget = layer.plan.keep.budget
+        if budget is not None and budget.kind == "tokens" and layer.seen > budget.amount + 64:
+            assert layer.kept < layer.seen
+    return output
 
 
 def visible(
@@ -203,11 +214,11 @@ class TestEveryPlan:
         alone = {name: part[:1, :180] for name, part in inputs.items()}
         next_ids, cut = torch.tensor([[7], [8]]), torch.ones(2, 1, dtype=torch.long)
         with kvtailor.attach(model, plan):
-            output = model(**inputs, position_ids=torch.arange(200).expand(2, -1), use_cache=True)
+            output = binding(model(**inputs, position_ids=torch.arange(200).expand(2, -1), use_cache=True))
             mask = torch.cat([inputs["attention_mask"], cut], dim=1)
             place = torch.tensor([[180], [200]])
             padded = model(next_ids, attention_mask=mask, position_ids=place, past_key_values=kv_cache(output)).logits
-            output = model(**alone, use_cache=True)
+            output = binding(model(**alone, use_cache=True))
             single = model(next_ids[:1], position_ids=place[:1], past_key_values=kv_cache(output)).logits
         torch.testing.assert_close(padded[0], single[0], atol=5e-4, rtol=1e-3)
 
@@ -281,7 +292,7 @@ class TestEveryPlan:
 
         def after(change, rows):
             with kvtailor.attach(model, plan):
-                output = model(**inputs, use_cache=True)
+                output = binding(model(**inputs, use_cache=True))
                 cache = kv_cache(model(step, attention_mask=mask, past_key_values=kv_cache(output), use_cache=True))
                 change(cache)
                 mask_now = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)[rows]
@@ -300,12 +311,12 @@ class TestEveryPlan:
         """After a row was taken twice, what one copy sees does not reach the other."""
         model, inputs = build(), text(200, rows=1)
         with kvtailor.attach(model, plan):
-            cache = kv_cache(model(**inputs, use_cache=True))
+            cache = kv_cache(binding(model(**inputs, use_cache=True)))
             cache.batch_repeat_interleave(2)
             for ids in ([[5], [6]], [[7], [8]], [[9], [9]]):
                 together = model(torch.tensor(ids), past_key_values=cache).logits
             for row in (0, 1):
-                cache = kv_cache(model(**inputs, use_cache=True))
+                cache = kv_cache(binding(model(**inputs, use_cache=True)))
                 for ids in ([[5], [6]], [[7], [8]], [[9], [9]]):
                     alone = model(torch.tensor(ids)[row : row + 1], past_key_values=cache).logits
                 torch.testing.assert_close(together[row], alone[0], atol=2e-5, rtol=1e-4)
@@ -327,6 +338,7 @@ class TestEveryPlan:
                 straight.crop(0)
                 torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
                 assert tried.get_seq_length() == straight.get_seq_length()
+        binding({"cache": tried})
         assert kept_positions(tried) == kept_positions(straight)
 
     def test_beams_run_and_keep_their_own_tokens(self, plan):
@@ -355,7 +367,7 @@ class TestEveryPlan:
     def test_deep_copies_are_independent(self, plan):
         model, inputs = build(), text(200)
         with kvtailor.attach(model, plan):
-            cache = kv_cache(model(**inputs, use_cache=True))
+            cache = kv_cache(binding(model(**inputs, use_cache=True)))
             other = copy.deepcopy(cache)
             model(torch.tensor([[5], [6]]), past_key_values=cache)
             assert other.get_seq_length() == 200 and cache.get_seq_length() == 201

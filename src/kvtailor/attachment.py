@@ -44,7 +44,8 @@ class Attachment:
         try:
             self._switch_attention()
             self._replace(self.decoder, "forward", self._forward())
-            self._replace(model, "_prepare_cache_for_generation", self._prepare_cache())
+            if hasattr(model, "_prepare_cache_for_generation"):  # base models do not generate
+                self._replace(model, "_prepare_cache_for_generation", self._prepare_cache())
             for name in _compat.CONTINUOUS_BATCHING:
                 if hasattr(model, name):
                     self._replace(model, name, _refuse_continuous_batching)

@@ -8,56 +8,46 @@ import torch
 from torch import nn
 
 from kvtailor import _compat
-from kvtailor.layers.base import HANDLE
+from kvtailor.layers.base import HANDLE, Stock
 
 # Names free of what Transformers looks for in them ("sdpa", "flash", "/", "|").
 OVER_SDPA = "kvtailor"
 OVER_EAGER = "kvtailor_eager"
 
 
-def attention_over_sdpa(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    **given: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention for models that would use SDPA.
+def attention_over(stock: Stock) -> Stock:
+    """Make the attention function for models that would otherwise use ``stock``.
 
     Parameters
     ----------
-    module : the attention module.
-    query : (B, Hq, q, Dk).
-    key, value : (B, Hkv, n, D), or a tailored layer's stand-ins for them.
-    mask : boolean, over all tokens seen, or None.
-    given : what Transformers adds (scaling, softcap, s_aux, sliding_window, …).
+    stock : Transformers' own attention function.
+
+    Returns
+    -------
+    A function of the module, the query (B, Hq, q, Dk), key and value (B, Hkv, n, D) or a tailored layer's stand-ins for
+    them, a mask over all tokens seen or None, and what Transformers adds by name (scaling, softcap, s_aux, …).
     """
-    layer = getattr(key, HANDLE, None)
-    if layer is None:
-        return _compat.stock_sdpa(module, query, key, value, mask, **given)
-    return layer.attend(module, query, mask, _compat.stock_sdpa, **given)
 
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **given: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layer = getattr(key, HANDLE, None)
+        if layer is None:
+            return stock(module, query, key, value, mask, **given)
+        return layer.attend(module, query, mask, stock, **given)
 
-def attention_over_eager(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    **given: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention for models that would use their own eager function; arguments as above, the mask additive."""
-    layer = getattr(key, HANDLE, None)
-    if layer is None:
-        return _compat.stock_eager(module, query, key, value, mask, **given)
-    return layer.attend(module, query, mask, _compat.stock_eager, **given)
+    return attention
 
 
 def register() -> None:
     """Make both names known to Transformers."""
-    _compat.register_attention(OVER_SDPA, attention_over_sdpa, eager=False)
-    _compat.register_attention(OVER_EAGER, attention_over_eager, eager=True)
+    _compat.register_attention(OVER_SDPA, attention_over(_compat.stock_sdpa), eager=False)
+    _compat.register_attention(OVER_EAGER, attention_over(_compat.stock_eager), eager=True)
 
 
 def name_over(implementation: str | None) -> str:

@@ -13,7 +13,7 @@ ALLOWED = "a number of tokens (512), a fraction of the prompt (25% or 0.25), or 
 
 @dataclass(frozen=True)
 class Budget:
-    """An amount of KV: ``tokens`` per KV head, a ``fraction`` of the tokens seen, or ``bytes`` over all its layers."""
+    """An amount of KV: ``tokens`` per KV head, a ``fraction`` of the prompt, or ``bytes`` over all its layers."""
 
     kind: Literal["tokens", "fraction", "bytes"]
     amount: float
@@ -65,7 +65,7 @@ class Budget:
 
         Parameters
         ----------
-        seen : tokens of the prompt (or of the sequence so far), for fractions.
+        seen : tokens of the prompt, for fractions.
         bytes_per_token : what one token costs in all layers that share this budget, for bytes.
         """
         if self.kind == "tokens":

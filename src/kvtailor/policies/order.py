@@ -22,7 +22,7 @@ class Fifo(Policy):
 
 
 @dataclass(frozen=True)
-class Streaming(Policy):
+class Streaming(Fifo):
     """Attention sinks and a recent window. Source: StreamingLLM, arXiv 2309.17453, section 3.2.
 
     Parameters
@@ -37,10 +37,6 @@ class Streaming(Policy):
     def check(self) -> None:
         """Raise ValueError for an unknown kind of positions."""
         check_choice(self.name, "positions", self.positions, ("renumbered", "original"))
-
-    def importance(self, held: Held) -> torch.Tensor:
-        """The position: older is worth less."""
-        return held.positions.float()
 
 
 @dataclass(frozen=True)
