@@ -536,3 +536,42 @@ class TestRefusedUse:
             with pytest.raises(ValueError, match="number of tokens to remove"):
                 cache.crop(5)
         assert isinstance(cache, DynamicCache)
+
+
+class TestHardBudgets:
+    """A budget in bytes holds after every pass, whatever the form, for a batch too."""
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            {},
+            {"kind": "rotated", "bits": 8, "exact": 16, "residual": 16},
+            {"kind": "channel", "bits": 1, "exact": 16, "residual": 16},
+        ],
+    )
+    @pytest.mark.parametrize("policy", ["fifo", "h2o", "snapkv"])
+    def test_no_pass_of_a_long_prompt_exceeds_the_budget(self, policy, form):
+        options = {"window": 8} if policy == "snapkv" else {}
+        plan = kvtailor.Plan(
+            layers=[{"keep": {"policy": policy, "budget": "400KiB", "options": options}, "form": form}]
+        )
+        model, inputs = build(), text(1500)
+        with kvtailor.attach(model, plan):
+            cache = kvtailor.KVCache(model, plan)
+            output = model(**inputs, past_key_values=cache, logits_to_keep=1)
+            for _ in range(70):
+                output = model(output.logits[:, -1:].argmax(-1), past_key_values=cache)
+        report = cache.report()
+        assert report.tokens_kept < report.tokens_seen == 1570
+        assert 0.7 * 400 * 1024 < report.bytes_peak <= 1.03 * 400 * 1024
+        assert storage_bytes(cache) == report.bytes_held
+
+    def test_a_prompt_at_once_that_does_not_fit_is_refused_with_the_chunk_that_would(self):
+        model, inputs = build(), text(60)
+        plan = kvtailor.Plan(layers=[{"keep": {"policy": "fifo", "budget": 24, "hard": True}}])
+        with kvtailor.attach(model, plan):
+            cache = kvtailor.KVCache(model, plan)
+            cache.activate_past_recording()
+            model(input_ids=inputs["input_ids"][:, :20], past_key_values=cache)
+            with pytest.raises(CacheError, match="40 tokens come at once, and the hard budget 24 has room for 20"):
+                model(input_ids=inputs["input_ids"][:, 20:], past_key_values=cache)

@@ -232,6 +232,7 @@ class _Packed:
 
     def __init__(self, entry: LayerPlan, sizes: Sizes, policy: Policy | None = None) -> None:
         self.form, self.sizes, self.policy = entry.form, sizes, policy
+        self.undroppable = entry.undroppable
         self.packing = Packing(entry.form, sizes.dim, sizes.dim)
         self.packed_token = self.packing.token_bytes(sizes.heads, (sizes.dim, sizes.dim), sizes.element)
 
@@ -258,5 +259,4 @@ class _Packed:
     def costs(self, dense: int, window: int) -> Costs:
         """What the layer counts for a token when its budget is in bytes."""
         token = self.packed_token + self.sizes.heads * (POSITION_BYTES + _mark_bytes(self.policy))
-        exact = self.form.exact + self.form.residual + 2 * GROUP_TOKENS
-        return Costs(token, window + int(exact * (dense - token)))
+        return Costs(token, window + int(self.packing.exact_room * (dense - token)), self.undroppable)

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from kvtailor import presets
 from kvtailor.budget import ALLOWED as ALLOWED_BUDGETS
 from kvtailor.budget import Budget
 from kvtailor.errors import PlanError
@@ -166,14 +167,14 @@ class LayerPlan(_Part):
             if budget is not None and budget.kind == "tokens" and budget.amount <= self.undroppable:
                 raise ValueError(
                     f"budget {budget} is below what stays exact or is about to be packed: {self.form.exact} first "
-                    f"tokens, {self.form.residual} newest ones and two blocks of 64; "
+                    f"tokens, {self.form.residual} newest ones and up to two blocks of 64; "
                     f"allowed is {self.undroppable + 1} or more"
                 )
         return self
 
     @property
     def undroppable(self) -> int:
-        """Tokens that a packed layer holds whatever its policy says: the exact ones and two blocks in the making."""
+        """Tokens that a packed layer always holds: the exact ones, an open block, and one coming in."""
         return 0 if self.form.kind == "dense" else self.form.exact + self.form.residual + 2 * 64
 
     def addresses(self, layer: int, depth: int, attention: str) -> bool:
@@ -255,9 +256,7 @@ class Plan(_Part):
         PlanError
             For an unknown name, a budget that cannot be read, or a budget where none belongs.
         """
-        from kvtailor.presets import build
-
-        return build(name)
+        return cls(**presets.fields(name))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -6,7 +6,6 @@ from typing import Any
 
 from kvtailor.budget import ALLOWED, Budget
 from kvtailor.errors import PlanError
-from kvtailor.plan import Plan
 
 # name -> (form, keep); a preset with a policy takes a budget after a colon, a packed one takes none.
 _PACKED: dict[str, dict[str, Any]] = {
@@ -24,22 +23,25 @@ DEFAULT_BUDGET = "25%"
 NAMES = ("full", *_PACKED, *_EVICTING)
 
 
-def build(name: str) -> Plan:
-    """The plan of a preset's name, such as ``"int4"`` or ``"snapkv:512"``; raises PlanError for anything else."""
+def fields(name: str) -> dict[str, Any]:
+    """The fields of a preset's plan, by a name such as ``"int4"`` or ``"snapkv:512"``.
+
+    Raises
+    ------
+    PlanError
+        For any other name, and for a budget that cannot be used.
+    """
     preset, colon, budget = name.partition(":")
     if preset not in NAMES:
         raise PlanError(
             f"unknown preset {name!r}: allowed are {', '.join(NAMES)}, or a file that ends in .yaml or .json"
         )
-    if preset == "full" or preset in _PACKED:
-        if colon:
-            raise PlanError(f"preset {name!r}: {preset} takes no budget; allowed is {preset!r}")
-        if preset == "full":
-            return Plan(name="full")
-        return Plan(name=preset, layers=[{"attention": "both", "form": _PACKED[preset]}])
-    return Plan(
-        name=name, layers=[{"keep": {"policy": preset, "budget": _budget(name, budget if colon else DEFAULT_BUDGET)}}]
-    )
+    if preset in _EVICTING:
+        keep = {"policy": preset, "budget": _budget(name, budget if colon else DEFAULT_BUDGET)}
+        return {"name": name, "layers": [{"keep": keep}]}
+    if colon:
+        raise PlanError(f"preset {name!r}: {preset} takes no budget; allowed is {preset!r}")
+    return {"name": preset, "layers": [{"attention": "both", "form": _PACKED[preset]}] if preset in _PACKED else []}
 
 
 def _budget(name: str, text: str) -> str:

@@ -27,8 +27,8 @@ class PackedEvictingLayer(PolicyLayer):
         element = torch.empty(0, dtype=self.dtype).element_size()
         extra = self.heads * (4 + (4 if self.marked else 0))
         token = self.packing.token_bytes(self.heads, self.dims, element) + extra
-        exact_tokens = self.plan.undroppable
-        return Costs(token, self.window_bytes() + int(exact_tokens * (self.dense_token_bytes() - token)), exact_tokens)
+        fixed = self.window_bytes() + int(self.packing.exact_room * (self.dense_token_bytes() - token))
+        return Costs(token, fixed, self.plan.undroppable)
 
     def make_room(self, count: int) -> None:
         """Pack the blocks that are due, then bring every row to its budget."""

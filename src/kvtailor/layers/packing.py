@@ -8,6 +8,7 @@ from kvtailor.errors import PlanError
 from kvtailor.formats import GROUP_TOKENS, Packed, PackedFormat, check_format, default_group
 from kvtailor.layers.row import Row
 from kvtailor.layers.segment import Segment
+from kvtailor.layers.tail import whole_blocks
 from kvtailor.plan import Form
 from kvtailor.quantize.pack import pack, widest_channels
 
@@ -62,6 +63,11 @@ class Packing:
         # The first block alone decides, so that the choice does not depend on how the prompt was cut.
         first = row.tail.even(row.tail.keys)[:, :GROUP_TOKENS]
         return widest_channels(first, self.form.outliers)
+
+    @property
+    def exact_room(self) -> int:
+        """Tokens for which a row has exact room: whole blocks, with one open and a chunk coming in."""
+        return self.form.exact + whole_blocks(self.form.residual + 2 * GROUP_TOKENS - 1)
 
     def token_bytes(self, heads: int, dims: tuple[int, int], element: int) -> float:
         """Bytes of one packed token over all KV heads, scales included."""
