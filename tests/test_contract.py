@@ -521,6 +521,30 @@ class TestRefusedUse:
                 two = model(torch.tensor([[5], [6]]), past_key_values=expected).logits
             torch.testing.assert_close(one, two)
 
+    @pytest.mark.parametrize("plan", EVERY.values(), ids=EVERY)
+    def test_a_pass_that_fails_leaves_the_cache_as_it_was(self, plan):
+        model, inputs = build(), text(200)
+        step, after = torch.tensor([[5], [6]]), torch.tensor([[7], [8]])
+
+        def fail(*args, **kwargs):
+            raise RuntimeError("in the middle")
+
+        with kvtailor.attach(model, plan):
+            expected = kv_cache(model(**inputs, use_cache=True))
+            cache = kv_cache(model(**inputs, use_cache=True))
+            model.model.layers[1].mlp.forward = fail
+            with pytest.raises(RuntimeError, match="in the middle"):
+                model(step, past_key_values=cache)
+            with pytest.raises(RuntimeError, match="in the middle"):
+                model(**inputs, past_key_values=(unused := kvtailor.KVCache(model, plan)))
+            del model.model.layers[1].mlp.forward
+            assert cache.get_seq_length() == 200 and unused.get_seq_length() == 0
+            for ids in (step, after):
+                found = model(ids, past_key_values=cache).logits
+                torch.testing.assert_close(found, model(ids, past_key_values=expected).logits, atol=1e-5, rtol=1e-4)
+            found = model(**inputs, past_key_values=unused).logits
+            torch.testing.assert_close(found, model(**inputs, use_cache=True).logits)
+
     def test_a_crop_beyond_the_beginning_is_refused(self):
         model = build()
         with kvtailor.attach(model, INT8):

@@ -101,9 +101,14 @@ class KVCache(DynamicCache):
         """
         step = self.step
         step.active, step.prompt, step.last = True, prompt, last
+        seen = [layer.seen for layer in self.tailored()]
         try:
             yield
             self._check_attended()
+        except BaseException:
+            for layer, before in zip(self.tailored(), seen, strict=True):
+                layer.roll_back(before)
+            raise
         finally:
             step.active = False
             if last:
@@ -207,8 +212,13 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
     @contextmanager
     def serving(self, prompt: bool, last: bool = True) -> Iterator[None]:
         """Hold the state of one forward pass of an attached model, as for :class:`KVCache`."""
-        with self.self_attention_cache.serving(prompt, last), self.cross_attention_cache.serving(prompt, last):
-            yield
+        try:
+            with self.self_attention_cache.serving(prompt, last), self.cross_attention_cache.serving(prompt, last):
+                yield
+        except BaseException:
+            for number in self.is_updated:
+                self.is_updated[number] = self.cross_attention_cache.get_seq_length(number) > 0
+            raise
 
     def reset(self) -> None:
         """Forget everything, and be ready for another input."""

@@ -176,6 +176,10 @@ class TailoredLayer(DynamicLayer):
     def forget(self, count: int) -> None:
         """Remove the newest ``count`` tokens."""
 
+    def roll_back(self, seen: int) -> None:
+        """Return to ``seen`` tokens after a pass that failed."""
+        self.seen = seen
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove ``-tokens_to_remove`` tokens from the end.
 

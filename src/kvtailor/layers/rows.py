@@ -233,6 +233,13 @@ class RowsLayer(TailoredLayer):
         for row in self.rows:
             row.crop(self.seen)
 
+    def roll_back(self, seen: int) -> None:
+        """Return to ``seen`` tokens after a pass that failed; what made room for it stays dropped."""
+        super().roll_back(seen)
+        self.incoming, self.unobserved = None, None
+        for row in self.rows:
+            row.crop(seen)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove ``-tokens_to_remove`` tokens; then do what waited for the crop."""
         super().crop(tokens_to_remove)
