@@ -599,3 +599,178 @@ class TestHardBudgets:
             model(input_ids=inputs["input_ids"][:, :20], past_key_values=cache)
             with pytest.raises(CacheError, match="40 tokens come at once, and the hard budget 24 has room for 20"):
                 model(input_ids=inputs["input_ids"][:, 20:], past_key_values=cache)
+
+
+class TestOddInputs:
+    """What was once wrong, or easily goes wrong."""
+
+    @pytest.mark.parametrize("plan", ["snapkv:200KiB", "int4", "fifo:24"])
+    def test_a_prompt_whose_rows_all_begin_with_padding(self, plan):
+        """The first chunk may then bring nothing but padding."""
+        model, inputs = build(), text(140)
+        inputs["input_ids"][:, :9] = 0
+        inputs["attention_mask"][:, :9] = 0
+        alone = {name: part[:, 9:] for name, part in inputs.items()}
+        plan = kvtailor.Plan.preset(plan).model_copy(update={"prefill_chunk": 4})
+        with kvtailor.attach(model, plan):
+            padded, single = generate(model, inputs, 4), generate(model, alone, 4)
+        assert torch.isfinite(torch.stack(padded.logits)).all()
+        if not plan.layers[0].keep.is_hard:  # chunks under a hard budget end elsewhere, and so drop other tokens
+            torch.testing.assert_close(torch.stack(padded.logits), torch.stack(single.logits), atol=0.2, rtol=0.2)
+            assert kv_cache(padded).report().tokens_kept == kv_cache(single).report().tokens_kept
+
+    @pytest.mark.parametrize("plan", EVERY.values(), ids=EVERY)
+    def test_a_row_that_brings_nothing_to_a_later_turn(self, plan):
+        model, inputs = build(), text(200)
+        turn, mask = text(5, seed=4)["input_ids"], torch.ones(2, 205, dtype=torch.long)
+        mask[0, 200:] = 0
+        with kvtailor.attach(model, plan):
+            cache = kv_cache(model(**inputs, use_cache=True))
+            for _ in range(4):
+                mask = torch.cat([mask[:, :200], torch.ones(2, 1, dtype=torch.long), mask[:, 200:]], dim=1)
+                model(
+                    torch.tensor([[5], [6]]),
+                    attention_mask=mask[:, : cache.get_seq_length() + 1],
+                    past_key_values=cache,
+                )
+            logits = model(turn, attention_mask=mask, past_key_values=cache).logits
+            more = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+            assert torch.isfinite(logits[1]).all()
+            assert torch.isfinite(
+                model(torch.tensor([[5], [6]]), attention_mask=more, past_key_values=cache).logits
+            ).all()
+
+    @pytest.mark.parametrize("plan", [*EVERY.values(), kvtailor.Plan()], ids=[*EVERY, "full"])
+    def test_a_cache_filled_in_inference_mode_goes_on_outside(self, plan):
+        model, inputs = build(), text(200)
+        with kvtailor.attach(model, plan):
+            expected = kv_cache(model(**inputs, use_cache=True))
+            with torch.inference_mode():
+                cache = kv_cache(model(**inputs, use_cache=True))
+            step = torch.tensor([[5], [6]])
+            found = model(step, past_key_values=cache).logits
+            torch.testing.assert_close(found, model(step, past_key_values=expected).logits)
+            with torch.inference_mode():
+                model(step, past_key_values=expected)
+                expected.reorder_cache(torch.tensor([1, 1]))
+            model(step, past_key_values=expected)
+
+    @pytest.mark.parametrize("plan", EVERY.values(), ids=EVERY)
+    def test_nothing_held_keeps_a_graph(self, plan):
+        model, inputs = build(), text(200)
+        with kvtailor.attach(model, plan), torch.enable_grad():
+            cache = kv_cache(model(**inputs, use_cache=True))
+            model(torch.tensor([[5], [6]]), past_key_values=cache)
+            assert not any(tensor.requires_grad for layer in cache.layers for _, tensor in layer.stored())
+            copy.deepcopy(cache)
+
+    def test_while_crops_may_come_a_hard_budget_holds_and_no_idle_queries_wait(self):
+        model, inputs = build(), text(400)
+        for plan in ("fifo:96KiB", "int4"):
+            with kvtailor.attach(model, plan):
+                cache = kvtailor.KVCache(model, plan)
+                cache.activate_past_recording()
+                model(**inputs, past_key_values=cache, logits_to_keep=1)
+            assert "queries" not in cache.layers[0].bytes_by_kind()
+            if plan.startswith("fifo"):
+                assert cache.report().bytes_peak <= 1.03 * 96 * 1024
+
+    def test_blocks_of_one_query_see_no_later_token(self, monkeypatch):
+        from kvtailor.layers import row, watching
+
+        model, inputs = build(), text(60)
+
+        def marks():
+            with kvtailor.attach(model, "h2o:50"):
+                cache = kv_cache(model(**inputs, use_cache=True))
+            return [one.tail.marks[: 2 * 50].clone() for one in cache.layers[0].rows]
+
+        expected = marks()
+        monkeypatch.setattr(watching, "LOGITS_AT_ONCE", 1)
+        monkeypatch.setattr(row, "LOGITS_AT_ONCE", 1)
+        for one, other in zip(marks(), expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+    def test_an_empty_tail_with_marks(self):
+        plan = kvtailor.Plan(
+            layers=[
+                {
+                    "keep": {"policy": "h2o", "budget": 264},
+                    "form": {"kind": "rotated", "bits": 4, "residual": 0, "exact": 64},
+                }
+            ]
+        )
+        model, inputs = build(), text(320)
+        with kvtailor.attach(model, plan):
+            assert torch.isfinite(torch.stack(generate(model, inputs, 3).logits)).all()
+
+    def test_renumbering_counts_tokens_not_padding(self):
+        plan = kvtailor.Plan(layers=[{"keep": {"policy": "streaming", "budget": 24}}])
+        model = build()
+        ids = text(61, rows=1)["input_ids"]
+        padded = torch.cat([ids[:, :30], torch.zeros(1, 20, dtype=torch.long), ids[:, 30:]], dim=1)
+        mask = torch.ones_like(padded)
+        mask[:, 30:50] = 0
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        with kvtailor.attach(model, plan):
+            cache = kv_cache(
+                model(padded[:, :80], attention_mask=mask[:, :80], position_ids=positions[:, :80], use_cache=True)
+            )
+            found = model(
+                padded[:, 80:], attention_mask=mask, position_ids=positions[:, 80:], past_key_values=cache
+            ).logits
+            cache = kv_cache(model(ids[:, :60], use_cache=True))
+            expected = model(ids[:, 60:], past_key_values=cache).logits
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+    def test_a_model_that_sdpa_does_not_serve_stays_exact_over_other_implementations(self):
+        model, inputs = build("gpt-oss"), text(30)
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.fill_(2.0)
+        expected = generate(model, inputs, 4).logits
+        model.set_attn_implementation("flex_attention")
+        with kvtailor.attach(model, "full"):
+            found = generate(model, inputs, 4).logits
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+    def test_a_prompt_comes_whole_or_not_at_all(self):
+        model, inputs = build(), text(24)
+        ahead = torch.ones(24, 24, dtype=torch.bool).tril()
+        ahead[10:20, 10:20] = True
+        plan = INT8.model_copy(update={"prefill_chunk": 8})
+        with kvtailor.attach(model, plan):
+            cache = kvtailor.KVCache(model, plan)
+            with pytest.raises(CacheError, match="see later ones across the end of a chunk"):
+                model(inputs["input_ids"], attention_mask=ahead.expand(2, 1, -1, -1), past_key_values=cache)
+            assert cache.get_seq_length() == 0 and cache.step.expected == 0
+            found = model(**inputs, past_key_values=cache).logits
+            torch.testing.assert_close(found, model(**inputs, use_cache=True).logits)
+
+    def test_a_failed_pass_that_cannot_be_taken_back_is_told_at_the_next(self):
+        model, inputs = build("gemma2"), text(40)
+
+        def fail(*args, **kwargs):
+            raise RuntimeError("in the middle")
+
+        with kvtailor.attach(model, INT8):
+            cache = kv_cache(model(**inputs, use_cache=True))
+            model.model.layers[1].mlp.forward = fail
+            with pytest.raises(RuntimeError, match="in the middle"):
+                model(torch.tensor([[5], [6]]), past_key_values=cache)
+            del model.model.layers[1].mlp.forward
+            with pytest.raises(CacheError, match="failed midway"):
+                model(torch.tensor([[5], [6]]), past_key_values=cache)
+            cache.reset()
+            model(**inputs, past_key_values=cache)
+
+    def test_hidden_states_of_chunks_are_joined_whatever_the_return_type(self):
+        model, inputs = build(), text(20)
+        plan = kvtailor.Plan(prefill_chunk=8)
+        expected = model.model(**inputs, output_hidden_states=True, use_cache=True).hidden_states
+        with kvtailor.attach(model, plan):
+            whole = model.model(**inputs, output_hidden_states=True, use_cache=True).hidden_states
+            found = model.model(**inputs, output_hidden_states=True, use_cache=True, return_dict=False)
+        joined = next(part for part in found if isinstance(part, tuple))
+        for states, reference, other in zip(joined, expected, whole, strict=True):
+            torch.testing.assert_close(states, reference, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(other, reference, atol=1e-5, rtol=1e-4)

@@ -96,6 +96,8 @@ def test_the_schema_is_json_and_names_the_four_choices():
         ({"form": {"bits": 4}}, ["bits 4 need kind"]),
         ({"form": {"kind": "rotated", "bits": 4, "residual": -1}}, ["layers[0].form.residual", "-1"]),
         ({"layers": "first"}, ["layers[0].layers", "'first' cannot be read", "0-3,8,-1"]),
+        ({"layers": "5-3"}, ["layers[0].layers", "ends before it begins", "allowed is 3-5"]),
+        ({"layers": []}, ["layers[0].layers", "name nothing"]),
         ({"attention": "both ways"}, ["layers[0].attention", "'both ways'"]),
         ({"keeps": {}}, ["layers[0].keeps"]),
         ({"tier": "disk"}, ["layers[0].tier", "'disk'"]),

@@ -82,13 +82,14 @@ class Attachment:
 
     def _switch_attention(self) -> None:
         copies: dict[int, PretrainedConfig] = {}
+        supports_sdpa = bool(getattr(self.decoder, "_supports_sdpa", True))
         for module in self.decoder.modules():
             config = module.__dict__.get("config")
             if not isinstance(config, PretrainedConfig):
                 continue
             if id(config) not in copies:
                 own = copy.copy(config)
-                own._attn_implementation_internal = attention.name_over(config._attn_implementation)
+                own._attn_implementation_internal = attention.name_over(config._attn_implementation, supports_sdpa)
                 copies[id(config)] = own
             self._configs.append((module, config))
             module.__dict__["config"] = copies[id(config)]

@@ -50,6 +50,9 @@ def register() -> None:
     _compat.register_attention(OVER_EAGER, attention_over(_compat.stock_eager), eager=True)
 
 
-def name_over(implementation: str | None) -> str:
-    """Our name for a model whose attention implementation is ``implementation``."""
-    return OVER_EAGER if implementation == "eager" else OVER_SDPA
+def name_over(implementation: str | None, supports_sdpa: bool) -> str:
+    """Our name for a model whose attention implementation is ``implementation``.
+
+    Models that SDPA does not serve (soft caps, attention sinks) go over their own eager function.
+    """
+    return OVER_EAGER if implementation == "eager" or not supports_sdpa else OVER_SDPA

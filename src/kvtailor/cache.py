@@ -63,6 +63,7 @@ class KVCache(DynamicCache):
         super().__init__()
         self.layers = layers
         self.layer_class_to_replicate = None
+        self._torn = False  # a pass failed, and layers that are not ours hold part of it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         other = object.__new__(type(self))
@@ -99,20 +100,39 @@ class KVCache(DynamicCache):
         prompt : whether the pass brings (part of) a prompt, announced by :meth:`expect`, not a decode step.
         last : whether a prompt ends with it.
         """
+        if self._torn:
+            raise CacheError(
+                f"a pass of {self._model_name} failed midway, and layers that are Transformers' own cannot be taken "
+                "back: call cache.reset(), or use a fresh cache"
+            )
         step = self.step
         step.active, step.prompt, step.last = True, prompt, last
-        seen = [layer.seen for layer in self.tailored()]
+        seen, others = [layer.seen for layer in self.tailored()], self._other_lengths()
         try:
             yield
             self._check_attended()
         except BaseException:
             for layer, before in zip(self.tailored(), seen, strict=True):
                 layer.roll_back(before)
+            self._torn = self._other_lengths() != others or any(self.is_linear)
+            step.expected = 0
             raise
         finally:
             step.active = False
             if last:
                 step.expected = 0
+
+    def roll_back(self, seen: int) -> None:
+        """Return to ``seen`` tokens after a prompt that failed between its chunks."""
+        before = self._other_lengths()
+        for layer in self.tailored():
+            layer.roll_back(min(seen, layer.seen))
+        self._torn = self._torn or any(length != seen for length in before) or any(self.is_linear)
+        self.step.expected = 0
+
+    def _other_lengths(self) -> list[int]:
+        layers = [layer for layer in self.layers if not isinstance(layer, TailoredLayer)]
+        return [layer.get_seq_length() for layer in layers if hasattr(layer, "get_seq_length")]
 
     def _check_attended(self) -> None:
         for layer in self.tailored():
@@ -140,6 +160,7 @@ class KVCache(DynamicCache):
     def reset(self) -> None:
         """Forget everything, and be ready for another sequence."""
         super().reset()
+        self._torn = False
         self.step.recording = False
         self.step.expected = 0
 
@@ -224,6 +245,10 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
         """Forget everything, and be ready for another input."""
         super().reset()
         self._encoded = None
+
+    def roll_back(self, seen: int) -> None:
+        """Return to ``seen`` decoder tokens after a prompt that failed between its chunks."""
+        self.self_attention_cache.roll_back(seen)
 
     def chunk(self, tokens: int, rows: int) -> int:
         """Tokens to bring in the next pass of a decoder prompt, as for :class:`KVCache`."""

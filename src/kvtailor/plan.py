@@ -205,6 +205,8 @@ class LayerPlan(_Part):
 
 
 def _numbers(layers: str | int | list[int], depth: int) -> set[int]:
+    if layers == [] or isinstance(layers, bool):
+        raise ValueError(f'layers {layers!r} name nothing: allowed are "*", numbers and ranges such as "0-3,8,-1"')
     if isinstance(layers, int):
         layers = [layers]
     if isinstance(layers, list):
@@ -220,6 +222,8 @@ def _numbers(layers: str | int | list[int], depth: int) -> set[int]:
             )
         first = int(match.group(1))
         last = first if match.group(2) is None else int(match.group(2))
+        if first >= 0 and 0 <= last < first:
+            raise ValueError(f"layers {layers!r} hold a range that ends before it begins: allowed is {last}-{first}")
         first, last = (n + depth if n < 0 else n for n in (first, last))
         numbers.update(range(max(first, 0), min(last, depth - 1) + 1))
     return numbers

@@ -42,13 +42,21 @@ def run(forward: Callable[..., Any], arguments: dict[str, Any], cache: TailoredC
             return forward(**arguments)
     cache.expect(seen + total)
     outputs, start = [], 0
-    while start < total:
-        stop = min(total, start + cache.chunk(seen + total, rows))
-        chunk = arguments if stop - start == total else _cut(arguments, start, stop, total, seen)
-        with cache.serving(prompt=True, last=stop == total):
-            outputs.append(forward(**chunk))
-        start = stop
-    return outputs[0] if len(outputs) == 1 else _join(outputs)
+    try:
+        while start < total:
+            stop = min(total, start + cache.chunk(seen + total, rows))
+            chunk = arguments if stop - start == total else _cut(arguments, start, stop, total, seen)
+            with cache.serving(prompt=True, last=stop == total):
+                outputs.append(forward(**chunk))
+            start = stop
+    except BaseException:
+        if start:  # a prompt comes whole or not at all
+            cache.roll_back(seen)
+        raise
+    if len(outputs) == 1:
+        return outputs[0]
+    joined = _join(outputs)
+    return joined.to_tuple() if arguments.get("return_dict") is False else joined
 
 
 def _shape(arguments: dict[str, Any]) -> tuple[int, int]:
@@ -59,11 +67,15 @@ def _shape(arguments: dict[str, Any]) -> tuple[int, int]:
 
 
 def _cut(arguments: dict[str, Any], start: int, stop: int, total: int, seen: int) -> dict[str, Any]:
-    return {name: _cut_one(name, value, start, stop, total, seen) for name, value in arguments.items()}
+    chunk = {name: _cut_one(name, value, start, stop, total, seen) for name, value in arguments.items()}
+    if "return_dict" in chunk:
+        chunk["return_dict"] = True
+    return chunk
 
 
 def _cut_one(name: str, value: Any, start: int, stop: int, total: int, seen: int) -> Any:
-    if name in WHOLE or not isinstance(value, torch.Tensor | dict):
+    several = isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value)
+    if name in WHOLE or not (several or isinstance(value, torch.Tensor | dict)):
         return value
     if name == "attention_mask":
         return _cut_mask(value, start, stop, total, seen)
@@ -94,13 +106,12 @@ def _cut_mask(mask: Any, start: int, stop: int, total: int, seen: int) -> Any:
 
 def _join(outputs: list[Any]) -> Any:
     last = outputs[-1]
-    if isinstance(last, tuple):
-        return (torch.cat([output[0] for output in outputs], dim=1), *last[1:])
     last.last_hidden_state = torch.cat([output.last_hidden_state for output in outputs], dim=1)
     if getattr(last, "hidden_states", None) is not None:
         last.hidden_states = tuple(
             torch.cat(states, dim=1) for states in zip(*(o.hidden_states for o in outputs), strict=True)
         )
-    if getattr(last, "attentions", None) is not None:
-        last.attentions = None  # weights of different passes have different widths
+    for weights in ("attentions", "cross_attentions"):
+        if getattr(last, weights, None) is not None:
+            setattr(last, weights, None)  # weights of different passes have different widths
     return last

@@ -23,6 +23,7 @@ class Call:
     bias : (1 or B, Hq, q, slots) added to the logits (T5), or None.
     causal : whether a query sees no slot after its own. Used where there is no mask.
     first : slot of the first query.
+    count : queries of the call.
     """
 
     scale: float
@@ -33,6 +34,7 @@ class Call:
     bias: torch.Tensor | None
     causal: bool
     first: int
+    count: int = 1
 
     @classmethod
     def of(
@@ -62,6 +64,7 @@ class Call:
             bias=given.get("position_bias"),
             causal=bool(causal) and not cross,
             first=first,
+            count=query.shape[2],
         )
 
     def of_heads(self, heads: slice) -> Call:
@@ -107,7 +110,7 @@ class Call:
         if self.mask is not None:
             return _columns(self.mask, row, start, positions, shape)
         queries = shape[2]
-        if not self.causal or (queries == 1 and self.window is None):
+        if not self.causal or (self.count == 1 and self.window is None):
             return None
         slot = self.first + start + torch.arange(queries, device=positions.device)[:, None]  # (q, 1)
         key = positions if positions.dim() == 1 else positions[:, None, None, :]

@@ -50,14 +50,14 @@ class EvictingLayer(PolicyLayer):
         parts = super().visible_parts(row)
         if self.rotation is None or not isinstance(self.policy, Streaming) or not self.dropped:
             return parts
-        return [piece for part in parts for piece in self._renumbered(part)]
+        return [piece for part in parts for piece in self._renumbered(part, row.total)]
 
-    def _renumbered(self, part: Part) -> list[Part]:
+    def _renumbered(self, part: Part, total: int) -> list[Part]:
         sinks = self.plan.keep.sinks
         keys, values, slots = part.keys, part.values, part.positions
         if sinks == 0 or slots.dim() != 1 or len(slots) <= sinks or not isinstance(keys, torch.Tensor):
             return [part]
         assert self.rotation is not None and isinstance(values, torch.Tensor)
-        gap = int(slots[sinks] - slots[sinks - 1]) - 1
+        gap = total - part.length  # tokens dropped: padding between the sinks and the rest has no positions
         near = Part(part.heads, self.rotation.shift(keys[:, :sinks], gap), values[:, :sinks], slots[:sinks])
         return [near, Part(part.heads, keys[:, sinks:], values[:, sinks:], slots[sinks:])]

@@ -21,6 +21,7 @@ class FullLayer(TailoredLayer):
     _keys: torch.Tensor  # (B, Hkv, room, Dk)
     _values: torch.Tensor  # (B, Hkv, room, Dv)
 
+    @torch.inference_mode(False)  # what is written in place later must be an ordinary tensor
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take dtype, device and sizes from the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -49,6 +50,7 @@ class FullLayer(TailoredLayer):
             self._values = self._grown(self._values, tokens)
             self.account()
 
+    @torch.inference_mode(False)
     def _grown(self, held: torch.Tensor, tokens: int) -> torch.Tensor:
         batch, heads, _, dim = held.shape
         grown = held.new_zeros(batch, heads, whole_blocks(tokens), dim)
@@ -95,6 +97,7 @@ class FullLayer(TailoredLayer):
         self.__dict__.pop("_keys", None)
         self.__dict__.pop("_values", None)
 
+    @torch.inference_mode(False)
     def _select(self, rows: torch.Tensor) -> None:
         self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
 

@@ -32,9 +32,8 @@ class PackedEvictingLayer(PolicyLayer):
 
     def make_room(self, count: int) -> None:
         """Pack the blocks that are due, then bring every row to its budget."""
-        if not (self.step.prompt and count):
-            for row in self.rows:
-                self.packing.seal(row)
+        for row in self.rows:
+            self.packing.seal(row)
         super().make_room(count)
 
     def evict(self, row: Row, capacity: int, target: int) -> None:

@@ -63,8 +63,6 @@ class PolicyLayer(RowsLayer):
         call = observation.call
         self.weighing = call.scale, call.softcap, call.sinks
         self.watched = call.first + observation.query.shape[2]
-        if self.policy.watches == "nothing" or not self._is_watching:
-            return
         batch, query_heads, count, dim = observation.query.shape
         grouped = observation.query.view(batch, self.heads, query_heads // self.heads, count, dim)
         for index, (row, real) in enumerate(zip(self.rows, observation.real, strict=True)):
@@ -72,9 +70,10 @@ class PolicyLayer(RowsLayer):
                 self._watch(row, grouped[index], call, index, real)
 
     @property
-    def _is_watching(self) -> bool:
-        # A policy that acts on prompts alone is shown prompts alone.
-        return self._holds_always or self.step.prompt or self.prompt_ended or self.place.cross
+    def is_watching(self) -> bool:
+        """Whether the policy watches attention; one that acts on prompts alone is shown prompts alone."""
+        needed = self._holds_always or self.step.prompt or self.prompt_ended or self.place.cross
+        return needed and self.policy.watches != "nothing"
 
     def _watch(self, row: Row, query: torch.Tensor, call: Call, index: int, real: torch.Tensor) -> None:
         if self.policy.watches == "mass":
@@ -96,6 +95,8 @@ class PolicyLayer(RowsLayer):
         else:
             return
         for row in self.rows:
+            if self.policy.watches == "window" and row.window is None:
+                continue  # it brought nothing to this prompt, so nothing votes
             capacity = self.allowance.capacity(row.prompt or row.total, len(self.rows), self.costs())
             self._check_fits(capacity, coming)
             if sum(row.lengths) + coming * self.heads > capacity * self.heads:

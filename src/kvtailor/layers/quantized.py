@@ -24,8 +24,6 @@ class QuantizedLayer(RowsLayer):
 
     def make_room(self, count: int) -> None:
         """Pack the blocks that are due."""
-        if self.step.prompt and count:
-            return  # a prompt's tokens are packed once its attention is done
         for row in self.rows:
             self.packing.seal(row)
 

@@ -245,7 +245,8 @@ class Row:
         """Marks of everything held, (Hkv, n), in the order of :meth:`positions`."""
         if self.tail.marks is None:
             return None
-        tail = self.tail.padded(self.tail.marks) if self.tail.longest else self.tail.marks.view(self.tail.heads, 0)
+        heads = self.tail.heads
+        tail = self.tail.padded(self.tail.marks) if self.tail.longest else self.tail.marks.new_empty(heads, 0)
         return torch.cat([segment.marks for segment in self.segments if segment.marks is not None] + [tail], dim=1)
 
     def set_marks(self, marks: torch.Tensor) -> None:

@@ -60,6 +60,11 @@ class RowsLayer(TailoredLayer):
     def make_room(self, count: int) -> None:
         """Drop or pack what must go before ``count`` tokens come."""
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether queries are to be observed at all."""
+        return False
+
     def observe(self, observation: Observation) -> None:
         """Look at queries once their keys are held."""
 
@@ -120,7 +125,7 @@ class RowsLayer(TailoredLayer):
         with self.step.timing("room_seconds"):
             self.prepare()
             self.make_room(key.shape[2])
-        fresh = all(row.total == 0 for row in self.rows)
+        fresh = self.seen == key.shape[2]
         with self.step.timing("attention_seconds"):
             # While nothing is held the new tokens are all there is: Transformers' own attention is exact on them.
             output = stock(module, query, key, value, mask, **given) if fresh else None
@@ -130,7 +135,7 @@ class RowsLayer(TailoredLayer):
             if output is None:
                 output = self._attend_rows(query, call), None
         with self.step.timing("room_seconds"):
-            self._finish(Observation(query, call, self._real_queries(query.shape[2], real)))
+            self._finish(Observation(query.detach(), call, self._real_queries(query.shape[2], real)))
         return output
 
     def _attend_again(self, module: nn.Module, query: torch.Tensor, call: Call) -> tuple[torch.Tensor, None]:
@@ -144,7 +149,7 @@ class RowsLayer(TailoredLayer):
         if self.place.cross:
             every = torch.arange(query.shape[2], device=query.device)
             with self.step.timing("room_seconds"):
-                self._finish(Observation(query, call, [every] * len(self.rows)))
+                self._finish(Observation(query.detach(), call, [every] * len(self.rows)))
         return output, None
 
     def _check_mask(self, mask: torch.Tensor | None) -> None:
@@ -193,8 +198,9 @@ class RowsLayer(TailoredLayer):
 
     def _finish(self, observation: Observation) -> None:
         self.prompt_ended = self.prompt_ended or (self.step.last and (self.step.prompt or self.place.cross))
-        self.unobserved = observation
-        if self.step.recording or self.place.shared:
+        self.unobserved = observation if self.is_watching else None
+        # A crop reaches no further back than the pass that ends the prompt.
+        if (self.step.recording and self.step.last) or self.place.shared:
             return
         self.prepare()
         if self.step.prompt or self.place.cross:
@@ -205,7 +211,8 @@ class RowsLayer(TailoredLayer):
         """Observe the queries that were put off."""
         if self.unobserved is not None:
             observation, self.unobserved = self.unobserved, None
-            self.observe(observation)
+            with torch.no_grad():
+                self.observe(observation)
 
     def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._stand_ins() if self.step.active else self._dense()

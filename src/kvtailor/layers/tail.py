@@ -27,6 +27,7 @@ class Tail:
     marked : whether each token carries a float32 mark for the policy.
     """
 
+    @torch.inference_mode(False)  # what is written in place later must be an ordinary tensor
     def __init__(self, key: torch.Tensor, value: torch.Tensor, marked: bool = False) -> None:
         heads = key.shape[0]
         self.keys = key.new_empty(0, key.shape[-1])  # (rows, Dk)
@@ -133,6 +134,7 @@ class Tail:
         index = torch.arange(count, self.longest, device=self.keys.device)
         self.keep([index[: n - count] for n in self.lengths], [whole_blocks(n - count + 1) for n in self.lengths])
 
+    @torch.inference_mode(False)
     def copy(self) -> Tail:
         """A tail of its own with the same content."""
         other = object.__new__(Tail)
@@ -147,6 +149,7 @@ class Tail:
             for start, kept in zip(self.starts, index, strict=True):
                 flat[start : start + len(kept)] = flat[start + kept]
 
+    @torch.inference_mode(False)
     def _move(self, rooms: list[int], index: Sequence[torch.Tensor | slice]) -> None:
         starts = [sum(rooms[:head]) for head in range(self.heads)]
 
