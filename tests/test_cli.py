@@ -433,3 +433,28 @@ def test_the_default_cache_in_the_demo_counts_keys_and_values(tiny_loaded: Loade
     assert len(continuation) == 3
     assert measured.bytes_held == 2 * 2 * 2 * 32 * 4 * 12
     assert stock_bytes(DynamicCache()) == 0
+
+
+def test_line_ends_of_a_pipe_are_no_part_of_a_chat_message():
+    from types import SimpleNamespace
+
+    from kvtailor.cli.generate import encode
+
+    said = []
+
+    class Tokenizer:
+        chat_template = "any"
+
+        def apply_chat_template(self, messages, **settings):
+            said.append(messages[0]["content"])
+            return "text"
+
+        def __call__(self, text, **settings):
+            return {
+                "input_ids": torch.ones(1, 3, dtype=torch.long),
+                "attention_mask": torch.ones(1, 3, dtype=torch.long),
+            }
+
+    loaded = SimpleNamespace(name="tiny", tokenizer=Tokenizer(), model=SimpleNamespace(device="cpu"))
+    encode(loaded, "\nWhat?\n", chat=None)
+    assert said == ["What?"]

@@ -104,7 +104,7 @@ def encode(loaded: Loaded, text: str, chat: bool | None) -> dict[str, Any]:
             f"--chat: the tokenizer of model {loaded.name!r} has no chat template; allowed is --no-chat"
         )
     if templated and chat is not False:
-        messages = [{"role": "user", "content": text}]
+        messages = [{"role": "user", "content": text.strip("\n")}]  # a line end from a file or pipe is no question
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
