@@ -761,7 +761,8 @@ class TestOddInputs:
             with pytest.raises(CacheError, match="failed midway"):
                 model(torch.tensor([[5], [6]]), past_key_values=cache)
             cache.reset()
-            model(**inputs, past_key_values=cache)
+            found = model(**inputs, past_key_values=cache).logits
+            torch.testing.assert_close(found, model(**inputs, use_cache=True).logits)
 
     def test_hidden_states_of_chunks_are_joined_whatever_the_return_type(self):
         model, inputs = build(), text(20)

@@ -58,7 +58,7 @@ class KVCache(DynamicCache):
         self.plan = Plan.of(plan)
         self.step = Step()
         self._decoder = weakref.ref(model.get_decoder())
-        self._model_name = type(model).__name__
+        self._model_name, self._config = type(model).__name__, model.config
         layers = _build_layers(model, self.plan, self.step, attention or "self")
         super().__init__()
         self.layers = layers
@@ -69,7 +69,7 @@ class KVCache(DynamicCache):
         other = object.__new__(type(self))
         memo[id(self)] = other
         for name, value in self.__dict__.items():
-            other.__dict__[name] = value if name == "_decoder" else copy.deepcopy(value, memo)
+            other.__dict__[name] = value if name in ("_decoder", "_config") else copy.deepcopy(value, memo)
         return other
 
     def expect(self, tokens: int) -> None:
@@ -159,7 +159,12 @@ class KVCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget everything, and be ready for another sequence."""
-        super().reset()
+        for number, (_, fresh) in enumerate(_compat.stock_layers(self._config)):
+            layer = self.layers[number]
+            if isinstance(layer, TailoredLayer):
+                layer.reset()
+            else:  # some releases zero their layers and keep the length
+                self.layers[number] = fresh
         self._torn = False
         self.step.recording = False
         self.step.expected = 0
