@@ -775,3 +775,11 @@ class TestOddInputs:
         for states, reference, other in zip(joined, expected, whole, strict=True):
             torch.testing.assert_close(states, reference, atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(other, reference, atol=1e-5, rtol=1e-4)
+
+    def test_inputs_that_cannot_be_cut_into_chunks_are_refused_by_name(self):
+        from kvtailor import prefill
+
+        for value in (torch.zeros(3, 7), [torch.zeros(4, 5)]):
+            arguments = {"input_ids": torch.ones(1, 20, dtype=torch.long), "deepstack_visual_embeds": value}
+            with pytest.raises(CacheError, match="deepstack_visual_embeds cannot be fed in chunks"):
+                prefill._cut(arguments, 0, 8, 20, 0)
