@@ -93,6 +93,18 @@ class Call:
         visible = self.visible(logits.shape, positions, row, start)
         return logits if visible is None else logits.masked_fill_(~visible, -torch.inf)
 
+    def beside_sinks(self, probs: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """What attention sinks leave of probabilities, or of anything weighted by them.
+
+        Parameters
+        ----------
+        probs : (Hkv, G, q, …) normalised without the sinks.
+        lse : (Hkv, G, q) their log-sum-exp.
+        """
+        if self.sinks is None:
+            return probs
+        return probs * torch.sigmoid(lse - self.sinks.float().view(*lse.shape[:2], 1))[..., None]
+
     @property
     def only_hides(self) -> bool:
         """Whether logits are scaled and hidden and nothing else happens to them."""

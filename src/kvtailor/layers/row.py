@@ -177,10 +177,7 @@ class Row:
 
     def _attend_block(self, query: torch.Tensor, call: Call, index: int, start: int, parts: list[Part]) -> torch.Tensor:
         probs, lse = kernels.softmax(self.logits(query, call, index, start, parts))
-        out = self._weighted(probs, parts)
-        if call.sinks is not None:
-            out = out * torch.sigmoid(lse - call.sinks.float().view(*lse.shape[:2], 1))[..., None]
-        return out
+        return call.beside_sinks(self._weighted(probs, parts), lse)
 
     def logits(
         self, query: torch.Tensor, call: Call, index: int, start: int, parts: list[Part] | None = None

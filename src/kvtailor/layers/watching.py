@@ -74,7 +74,7 @@ def window_attention(
     logits = row.logits(row.window.queries, call, 0, 0)
     if causal:
         logits = logits.masked_fill(row.positions()[:, None, None, :] > row.window.slots[:, None], -torch.inf)
-    return _normalised(logits, call)
+    return call.beside_sinks(*kernels.softmax(logits))
 
 
 def _probabilities(
@@ -85,15 +85,7 @@ def _probabilities(
     wanted = torch.zeros(query.shape[2], dtype=torch.bool, device=query.device)
     wanted[real] = True
     for start in range(0, query.shape[2], step):
-        probs = _normalised(row.logits(query[:, :, start : start + step], call, index, start), call)
+        probs = call.beside_sinks(*kernels.softmax(row.logits(query[:, :, start : start + step], call, index, start)))
         if not wanted[start : start + step].all():
             probs = probs * wanted[start : start + step, None]
         yield probs, torch.arange(start, start + probs.shape[2], device=query.device)
-
-
-def _normalised(logits: torch.Tensor, call: Call) -> torch.Tensor:
-    """Probabilities from logits (Hkv, G, q, n); what attention sinks take is missing from their sum."""
-    probs, lse = kernels.softmax(logits)
-    if call.sinks is None:
-        return probs
-    return probs * torch.sigmoid(lse - call.sinks.float().view(*lse.shape[:2], 1))[..., None]
