@@ -120,10 +120,20 @@ def test_schema_is_that_of_a_plan() -> None:
 def test_doctor_describes_the_machine_and_the_embedded_models() -> None:
     found = json.loads(called("doctor", "--json"))
     assert found["cores"] >= 1
-    assert found["kernels"] == "reference"
+    assert found["kernels"]["active"] in found["kernels"]["available"]
+    assert found["kernels"]["built"] == (found["kernels"]["note"] is None)
     assert found["versions"]["torch"] == torch.__version__
     assert {model["name"] for model in found["embedded_models"]} == {"smollm2", "whisper-tiny.en"}
     assert "model" not in found
+
+
+def test_doctor_tells_how_to_get_compiled_kernels_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTAILOR_KERNELS", raising=False)
+    monkeypatch.setitem(sys.modules, "kvtailor.kernels._native", None)  # type: ignore[arg-type]
+    found = json.loads(called("doctor", "--json"))["kernels"]
+    assert (found["active"], found["built"]) == ("reference", False)
+    assert "install a C++17 compiler" in found["note"]
+    assert found["note"] in called("doctor")
 
 
 def test_processor_reads_the_instruction_sets(tmp_path: Path) -> None:
@@ -293,7 +303,9 @@ def test_wrong_options_are_named(tiny: Path, options: tuple[object, ...], words:
 def test_unknown_kernels_are_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTAILOR_KERNELS", "foo")
     for command in (("generate", tiny, "--prompt", "Hi"), ("doctor",), ("demo", "--model", tiny)):
-        assert refused(*command) == "KVTAILOR_KERNELS is 'foo': allowed are auto, reference"
+        assert refused(*command) == (
+            "KVTAILOR_KERNELS is 'foo': allowed are auto, reference, plain, avx2, avx512, triton"
+        )
 
 
 def test_wrong_demos_are_named(tiny: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtailor.attachment import Attachment, attach, detach
     from kvtailor.cache import EncoderDecoderKVCache, KVCache
-    from kvtailor.errors import CacheError, KVTailorError, ModelError, PlanError
+    from kvtailor.errors import CacheError, KernelError, KVTailorError, ModelError, PlanError
     from kvtailor.plan import Form, Keep, LayerPlan, Plan
     from kvtailor.report import Report
 
@@ -22,6 +22,7 @@ __all__ = [
     "KVCache",
     "KVTailorError",
     "Keep",
+    "KernelError",
     "LayerPlan",
     "ModelError",
     "Plan",
@@ -35,7 +36,7 @@ __all__ = [
 _HOMES = {
     "kvtailor.attachment": ("Attachment", "attach", "detach"),
     "kvtailor.cache": ("EncoderDecoderKVCache", "KVCache"),
-    "kvtailor.errors": ("CacheError", "KVTailorError", "ModelError", "PlanError"),
+    "kvtailor.errors": ("CacheError", "KVTailorError", "KernelError", "ModelError", "PlanError"),
     "kvtailor.plan": ("Form", "Keep", "LayerPlan", "Plan"),
     "kvtailor.report": ("Report",),
 }

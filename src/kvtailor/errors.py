@@ -17,3 +17,7 @@ class ModelError(KVTailorError):
 
 class CacheError(KVTailorError):
     """A cache was used in a way that it cannot answer rightly."""
+
+
+class KernelError(KVTailorError):
+    """Kernels were asked for that do not exist or cannot run here."""

@@ -71,6 +71,14 @@ def default_group(dim: int) -> int:
     return min(64, dim & -dim)
 
 
+def half_limit(fmt: PackedFormat) -> float:
+    """The largest number that a group may hold if its scale and zero are to fit into float16.
+
+    Steps of one bit and of fitted levels can be twice as large as those of a range.
+    """
+    return 60000.0 if fmt.levels == "minmax" and fmt.bits > 1 else 30000.0
+
+
 def plane_bits(bits: int) -> tuple[int, ...]:
     """Return the widths of the planes of a code: one plane, except 3 bits, which are 2 low bits and 1 high bit."""
     return (2, 1) if bits == 3 else (bits,)
@@ -89,13 +97,14 @@ def unpack_codes(planes: Sequence[Tensor], bits: int, dim: int) -> Tensor:
     uint8 (..., dim), values 0 to 2^bits - 1.
     """
     widths = plane_bits(bits)
-    codes = _read_plane(planes[0], widths[0], dim)
+    codes = read_plane(planes[0], widths[0], dim)
     if len(widths) == 2:
-        codes = codes | (_read_plane(planes[1], widths[1], dim) << widths[0])
+        codes = codes | (read_plane(planes[1], widths[1], dim) << widths[0])
     return codes
 
 
-def _read_plane(plane: Tensor, width: int, dim: int) -> Tensor:
+def read_plane(plane: Tensor, width: int, dim: int) -> Tensor:
+    """Read the numbers of one plane: uint8 (..., bytes) to uint8 (..., dim), values 0 to 2^width - 1."""
     if width == 8:
         return plane
     mask = (1 << width) - 1

@@ -33,7 +33,7 @@ def doctor(
 
     numbers, chosen = dtype_of(dtype), Plan.of(plan)
     with quiet():
-        found = {**machine(), "kernels": active_kernels(), "embedded_models": embedded_models()}
+        found = {**machine(), "kernels": kernels(), "embedded_models": embedded_models()}
         if model is not None:
             found["model"] = examine(model, chosen, tokens, numbers, progress=not as_json)
     if as_json:
@@ -47,6 +47,13 @@ def machine() -> dict[str, Any]:
     from kvtailor.cli.machine import describe_machine
 
     return describe_machine()
+
+
+def kernels() -> dict[str, Any]:
+    """Which kernels run and which could, as plain data; raises KernelError for ones that cannot run here."""
+    from kvtailor.kernels.choice import available, built, note
+
+    return {"active": active_kernels(), "available": available(), "built": built(), "note": note()}
 
 
 def embedded_models() -> list[dict[str, Any]]:
@@ -134,7 +141,7 @@ def show(found: dict[str, Any]) -> None:
         "cores": str(found["cores"]),
         "memory": "not known" if memory is None else human_bytes(memory),
         "GPU": ", ".join(found["gpus"]) or "none",
-        "kernels": f"{found['kernels']} (PyTorch operations; there are no others in this version)",
+        "kernels": f"{found['kernels']['active']} (available: {', '.join(found['kernels']['available'])})",
         **found["versions"],
     }
     for one in found["embedded_models"]:
@@ -143,6 +150,8 @@ def show(found: dict[str, Any]) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     console().print(table)
+    if found["kernels"]["note"]:
+        console().print(f"{found['kernels']['note']}.")
     if "model" in found:
         show_model(found["model"])
         warn(found["model"]["warnings"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DTYPES = ("float32", "bfloat16", "float16")
-KERNELS = ("auto", "reference")
-KERNELS_VARIABLE = "KVTAILOR_KERNELS"
 WIDTH = 140  # columns of a table where the output is no terminal
 
 
@@ -34,11 +31,10 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def active_kernels() -> str:
-    """The kernels that run, after the environment's choice; raises KVTailorError for one that does not exist."""
-    asked = os.environ.get(KERNELS_VARIABLE, "auto")
-    if asked not in KERNELS:
-        raise KVTailorError(f"{KERNELS_VARIABLE} is {asked!r}: allowed are {', '.join(KERNELS)}")
-    return "reference"
+    """The kernels that run, after the environment's choice; raises KernelError for ones that cannot run here."""
+    from kvtailor.kernels.choice import active
+
+    return active()
 
 
 def count(text: str) -> int:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtailor.arranged import Arranged, Codes
 from kvtailor.formats import Packed, plane_bits, unpack_codes
 
 BLOCK_TOKENS = 1024
 """Tokens read at a time: bounds the fp32 copies that a kernel makes. A whole number of every group of tokens."""
 
 
-def scores(query: Tensor, keys: Tensor | Packed) -> Tensor:
+def scores(query: Tensor, keys: Tensor | Codes) -> Tensor:
     """Dot products of queries and keys, read from the codes where keys are packed.
 
     Parameters
@@ -30,11 +31,11 @@ def scores(query: Tensor, keys: Tensor | Packed) -> Tensor:
     query = query.float()
     if isinstance(keys, Tensor):
         return _dense_scores(query, keys)
-    blocks = [_packed_scores(query, block) for block in _blocks(keys)]
+    blocks = [_packed_scores(query, block) for block in _blocks(canonical(keys))]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
 
 
-def weighted_values(probs: Tensor, values: Tensor | Packed) -> Tensor:
+def weighted_values(probs: Tensor, values: Tensor | Codes) -> Tensor:
     """Sums of values weighted by probabilities, read from the codes where values are packed.
 
     Parameters
@@ -50,7 +51,7 @@ def weighted_values(probs: Tensor, values: Tensor | Packed) -> Tensor:
     if isinstance(values, Tensor):
         return _dense_values(probs, values)
     start, out = 0, None
-    for block in _blocks(values):
+    for block in _blocks(canonical(values)):
         part = _packed_values(probs[..., start : start + block.length], block)
         out = part if out is None else out.add_(part)
         start += block.length
@@ -115,13 +116,14 @@ def _levels(width: int, weight: float, device: torch.device) -> Tensor:
     return (codes.float() - (2**width - 1) / 2) * weight
 
 
-def dequantise(packed: Packed) -> Tensor:
+def dequantise(packed: Codes) -> Tensor:
     """Return the numbers that the codes stand for, outlier channels included.
 
     Returns
     -------
     fp32 (H, n, D), in the stored basis.
     """
+    packed = canonical(packed)
     fmt = packed.format
     codes = unpack_codes(packed.planes, fmt.bits, packed.dim).float()
     scale, zero = packed.scale.float(), packed.zero.float()
@@ -135,6 +137,11 @@ def dequantise(packed: Packed) -> Tensor:
         index = packed.outlier_channels.long().unsqueeze(1).expand_as(packed.outliers)
         x.scatter_(-1, index, packed.outliers.float())
     return x
+
+
+def canonical(codes: Codes) -> Packed:
+    """The codes in the canonical order."""
+    return codes.packed() if isinstance(codes, Arranged) else codes
 
 
 def _dense_scores(query: Tensor, keys: Tensor) -> Tensor:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvtailor.arranged import Codes
 from kvtailor.errors import CacheError, PlanError
-from kvtailor.formats import Packed, PackedFormat, check_format
-from kvtailor.kernels.reference import dequantise
+from kvtailor.formats import Packed, PackedFormat, check_format, half_limit
+from kvtailor.kernels.reference import canonical, dequantise
 from kvtailor.quantize.bits import pack_codes
 from kvtailor.quantize.hadamard import rotate, unrotate
 from kvtailor.quantize.levels import code_groups
 
 PACK_TOKENS = 4096
 """Tokens packed at a time, a whole number of every group: bounds the fp32 copies that packing makes."""
-
-_HALF_LIMIT = 60000.0
 
 
 def pack(
@@ -51,13 +50,14 @@ def pack(
     return Packed.cat([_pack_block(block, fmt, outlier_channels, fill, dtype) for block in blocks])
 
 
-def unpack(packed: Packed) -> Tensor:
+def unpack(packed: Codes) -> Tensor:
     """Return the numbers that the codes stand for, not rotated, with outlier channels as they came.
 
     Returns
     -------
     fp32 (H, n, D).
     """
+    packed = canonical(packed)
     if not packed.format.rotated:
         return dequantise(packed)
     starts = range(0, packed.length, PACK_TOKENS)
@@ -112,7 +112,7 @@ def _fill_channels(channels: Tensor, fmt: PackedFormat, dim: int) -> Tensor:
 
 def _scale_dtype(blocks: tuple[Tensor, ...], fmt: PackedFormat, fill: Tensor | None) -> torch.dtype:
     dim = blocks[0].shape[-1]
-    limit = _HALF_LIMIT if fmt.levels == "minmax" and fmt.bits > 1 else _HALF_LIMIT / 2
+    limit = half_limit(fmt)
     growth = (dim & -dim) ** 0.5 if fmt.rotated else 1.0  # the most that a rotation can enlarge a number
     if max(_peak(block) for block in blocks) * growth <= limit:
         return torch.float16

@@ -1,0 +1,54 @@
+// Which kernels run, and how work is spread over threads.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core.h"
+
+namespace kvtailor {
+
+// Names of the instruction sets that this processor has kernels for, best first.
+std::vector<std::string> instruction_sets();
+
+// The kernels of a name; null where this processor cannot run them.
+const Kernels* kernels_named(const std::string& name);
+
+// The queries of one KV head of one sequence, and what they look at.
+struct Task {
+    std::vector<float> rows;  // (heads of the group * count, key_dim), times the scale
+    std::vector<Piece> pieces;
+    std::vector<float> sinks; // a logit without a value for each head of the group, or empty; for mass
+    Query query;              // of all rows
+    std::int64_t tokens = 0;  // over all pieces
+
+    std::int64_t blocks() const {
+        std::int64_t total = 0;
+        for (const Piece& piece : pieces) total += piece.blocks();
+        return total;
+    }
+};
+
+struct Result {
+    std::vector<float> most, sum, acc;
+};
+
+// Softmax state and weighted values of every task's rows.
+std::vector<Result> attend(const Kernels& kernels, const std::vector<Task>& tasks, int threads);
+
+// Weighed logits of every task: (rows, row_stride) at outs[task].
+void scores(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
+            std::int64_t row_stride, int threads);
+
+// The attention that each token gets, summed over queries: (heads of the group, head_stride) at outs[task], added.
+void mass(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
+          std::int64_t head_stride, int threads);
+
+// False where a number is not finite.
+bool pack(const Kernels& kernels, const std::vector<PackJob>& jobs, int threads);
+
+// Calls run(i) for i below count, on some threads.
+void run_all(std::int64_t count, int threads, const std::function<void(std::int64_t)>& run);
+
+}  // namespace kvtailor
