@@ -1,4 +1,7 @@
-"""Attaching and detaching: the model is exactly as before, other models never notice, wrong models are refused."""
+"""Attaching and detaching: the model is exactly as before, other models never notice, wrong models are refused.
+
+Every test runs on the reference kernels and on the compiled ones, unless it says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import transformers as tf
 import kvtailor
 from kvtailor.errors import CacheError, ModelError, PlanError
 from zoo import SMALL, ZOO, kv_cache, seeded, text
+
+pytestmark = pytest.mark.usefixtures("kernels")
+on_reference = pytest.mark.parametrize("kernels", ["reference"], indirect=True)
 
 GREEDY = {
     "max_new_tokens": 6,
@@ -40,6 +46,7 @@ def same(before, after):
         assert (config, implementation) == after[name][1:], name
 
 
+@on_reference
 @pytest.mark.parametrize("name", ["llama", "gemma2", "whisper", "llava", "qwen2-audio"])
 def test_the_model_is_as_before(name):
     kind = ZOO[name]
@@ -220,7 +227,7 @@ class TestRefusedModels:
 
 
 class TestOtherArchitectures:
-    def test_linear_attention_layers_are_left_to_transformers(self):
+    def test_linear_attention_layers_are_left_to_transformers(self, kernels):
         config = tf.Qwen3NextConfig(
             **SMALL, layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_value_heads=4,
             linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0, mlp_only_layers=[0, 1, 2],
@@ -229,21 +236,21 @@ class TestOtherArchitectures:
         expected = model.generate(**text(30), **GREEDY)
         with kvtailor.attach(model, "full"):
             found = model.generate(**text(30), **GREEDY)
-        assert all(torch.equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
+        kernels.check(found.logits, expected.logits)
         with kvtailor.attach(model, "fifo:16"):
             found = model.generate(**text(30), **GREEDY)
         report = kv_cache(found).report()
         assert report.layers[1].tokens_kept == 16 and report.layers[0].kept_as == "LinearAttentionLayer"
 
     @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-    def test_layers_that_share_keys_and_values(self, implementation):
+    def test_layers_that_share_keys_and_values(self, implementation, kernels):
         """Gemma 3n: later layers attend to earlier layers' keys; the drop must wait until they have."""
         model = seeded(lambda: tf.Gemma3nForCausalLM(gemma3n()))()
         model.set_attn_implementation(implementation)
         expected = model.generate(**text(30), **GREEDY)
         with kvtailor.attach(model, "full"):
             found = model.generate(**text(30), **GREEDY)
-        assert all(torch.equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
+        kernels.check(found.logits, expected.logits)
         for plan, atol in (("fifo:100", 1e-4), ("int8", 2e-2)):
             with kvtailor.attach(model, plan):
                 found = model.generate(**text(30), **GREEDY)
@@ -258,6 +265,7 @@ class TestOtherArchitectures:
             == 16
         )
 
+    @on_reference
     def test_whisper_long_form_gets_a_fresh_cache_for_each_window(self):
         model = ZOO["whisper"].build()
         model.generation_config.no_timestamps_token_id = 90

@@ -7,7 +7,7 @@ import torch
 
 import kvtailor
 from kvtailor._compat import stock_sdpa
-from test_contract import EVERY
+from test_contract import COMPILED, EVERY, with_plans
 from zoo import ZOO
 
 
@@ -16,7 +16,8 @@ class Attention(torch.nn.Module):
     num_key_value_groups = 2
 
 
-@pytest.mark.parametrize("plan", {**EVERY, "full": kvtailor.Plan()}.values(), ids=[*EVERY, "full"])
+@with_plans({**EVERY, "full": kvtailor.Plan()}, (*COMPILED, "full"))
+@pytest.mark.usefixtures("kernels")
 def test_no_tensor_is_made_on_the_default_device(plan):
     """The default device is one that cannot compute, so a tensor made there would fail at its first use."""
     model = ZOO["llama"].build()

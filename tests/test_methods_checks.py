@@ -1,4 +1,7 @@
-"""Properties that the published methods have, checked without trained weights."""
+"""Properties that the published methods have, checked without trained weights.
+
+Heads of 8 channels are always served by the reference kernels; tests of compiled ones take 16.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ from reference import exact_attention, pooled, softmax
 PROPERTY = settings(max_examples=20, deadline=None, derandomize=True)
 
 
-def tiny_llama(layers: int = 1, seed: int = 0) -> LlamaForCausalLM:
+def tiny_llama(layers: int = 1, seed: int = 0, head_dim: int = 8) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, eos_token_id=None, pad_token_id=0,
+        num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=256, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     for parameter in model.parameters():  # larger weights, so that attention is not flat
@@ -86,7 +89,16 @@ def test_an_unbound_budget_gives_the_default_caches_logits(policy, budget):
 @given(prompt=st.integers(10, 40), budget=st.integers(3, 9), steps=st.integers(1, 5), seed=st.integers(0, 1000))
 def test_a_kept_suffix_attends_as_a_dense_run_of_it_from_position_zero(prompt, budget, steps, seed):
     """Rotary attention sees differences of positions alone: one layer, a sliding window, far from position zero."""
-    model, plan = tiny_llama(seed=seed), keep_plan("fifo", budget, sinks=0)
+    check_suffix(prompt, budget, steps, tiny_llama(seed=seed))
+
+
+@pytest.mark.parametrize(("prompt", "budget", "steps"), [(40, 9, 5), (150, 70, 3)])
+def test_a_kept_suffix_on_compiled_kernels(prompt, budget, steps):
+    check_suffix(prompt, budget, steps, tiny_llama(head_dim=16))
+
+
+def check_suffix(prompt: int, budget: int, steps: int, model: LlamaForCausalLM) -> None:
+    plan = keep_plan("fifo", budget, sinks=0)
     ids = torch.randint(1, 61, (1, prompt + steps))
     with attach(model, plan):
         cache = KVCache(model, plan)
@@ -129,7 +141,16 @@ def test_the_next_token_stands_at_the_number_of_tokens_seen(policy):
 @given(prompt=st.integers(14, 40), budget=st.integers(6, 12), sinks=st.integers(0, 4), steps=st.integers(1, 6))
 def test_renumbered_streaming_is_a_dense_run_over_sinks_and_recent_tokens(prompt, budget, sinks, steps):
     """One layer: what is kept is the first ``sinks`` and the newest tokens, and attention sees them at 0, 1, 2, …"""
-    model, plan = tiny_llama(seed=prompt), keep_plan("streaming", budget, sinks=sinks)
+    check_streaming(prompt, budget, sinks, steps, tiny_llama(seed=prompt))
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_renumbered_streaming_on_compiled_kernels(sinks):
+    check_streaming(40, 12, sinks, 5, tiny_llama(head_dim=16))
+
+
+def check_streaming(prompt: int, budget: int, sinks: int, steps: int, model: LlamaForCausalLM) -> None:
+    plan = keep_plan("streaming", budget, sinks=sinks)
     ids = torch.randint(1, 61, (1, prompt + steps))
     with attach(model, plan):
         cache = KVCache(model, plan)
@@ -518,8 +539,12 @@ class WatchedPackedLayer:
     [("fifo", {}), ("h2o", {}), ("h2o", {"mode": "oneshot", "window": 16}), ("snapkv", {"window": 16, "kernel": 5})],
     ids=["fifo", "h2o-online", "h2o-oneshot", "snapkv"],
 )
-@pytest.mark.parametrize(("bits", "first", "residual"), [(4, 0, 0), (3, 64, 30)])
-def test_packed_layers_drop_the_blocks_that_loops_would_drop(policy, options, bits, first, residual):
+@pytest.mark.parametrize(
+    ("kernels", "bits", "first", "residual"),
+    [("reference", 4, 0, 0), ("reference", 3, 64, 30), ("auto", 3, 64, 30)],
+    indirect=["kernels"],
+)
+def test_packed_layers_drop_the_blocks_that_loops_would_drop(policy, options, kernels, bits, first, residual):
     """Whole blocks of 64 for all heads, within a block of the budget; sinks and newest tokens stay."""
     keep = Keep(policy=policy, budget=300, sinks=4, recent=10, options=options)
     form = Form(kind="rotated", bits=bits, exact=first, residual=residual)
@@ -541,10 +566,10 @@ def test_packed_layers_drop_the_blocks_that_loops_would_drop(policy, options, bi
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "fifo"])
-@pytest.mark.parametrize("hard", [False, True])
-def test_packed_and_evicted_models_generate_within_their_budget(policy, hard):
+@pytest.mark.parametrize(("hard", "head_dim"), [(False, 8), (True, 8), (True, 16)])
+def test_packed_and_evicted_models_generate_within_their_budget(policy, hard, head_dim):
     """A model with rotated 4-bit codes: logits finite, the budget held within a block, the first tokens there."""
-    model, ids = tiny_llama(layers=2), torch.randint(1, 61, (2, 240))
+    model, ids = tiny_llama(layers=2, head_dim=head_dim), torch.randint(1, 61, (2, 240))
     entry = {
         "keep": {"policy": policy, "budget": 150, "hard": hard, "options": {"window": 8} if policy == "snapkv" else {}},
         "form": {"kind": "rotated", "bits": 4, "exact": 4, "residual": 4},

@@ -48,16 +48,18 @@ def expected(whisper, features):
         return torch.stack(whisper.model.generate(features, **GREEDY).logits)
 
 
-def test_full_retention_is_bit_identical(whisper, features, expected):
-    assert torch.equal(run(whisper, features, "full")[0], expected)
+def test_full_retention_is_the_default_cache(whisper, features, expected, kernels):
+    kernels.check(run(whisper, features, "full")[0], expected)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_packed_self_and_cross_attention_stay_close(whisper, features, expected):
     logits, report = run(whisper, features, "int8")
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
     assert report.bytes_held < 0.45 * report.bytes_default
 
 
+@pytest.mark.usefixtures("reference_kernels")
 def test_half_the_frames_leave_half_the_bytes(whisper, features, expected):
     plan = kvtailor.Plan(layers=[{"attention": "cross", "keep": {"policy": "random", "budget": "50%"}}])
     logits, report = run(whisper, features, plan)
@@ -66,6 +68,7 @@ def test_half_the_frames_leave_half_the_bytes(whisper, features, expected):
     assert torch.isfinite(logits).all() and not torch.equal(logits, expected)
 
 
+@pytest.mark.usefixtures("reference_kernels")
 def test_beams_share_one_recording(whisper, features):
     settings = {"num_beams": 3, "do_sample": False, "max_new_tokens": 10}
     expected = whisper.model.generate(features, **settings)

@@ -94,7 +94,7 @@ def _encoder_text(tokens: int) -> dict[str, Any]:
 
 def _whisper() -> PreTrainedModel:
     config = tf.WhisperConfig(
-        vocab_size=VOCAB, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        vocab_size=VOCAB, num_mel_bins=8, d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=30,
         max_target_positions=256, decoder_start_token_id=1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         suppress_tokens=None, begin_suppress_tokens=None,
@@ -104,7 +104,7 @@ def _whisper() -> PreTrainedModel:
 
 def _t5() -> PreTrainedModel:
     config = tf.T5Config(
-        vocab_size=VOCAB, d_model=48, d_kv=12, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
+        vocab_size=VOCAB, d_model=48, d_kv=48, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
         decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
     )  # fmt: skip
     return tf.T5ForConditionalGeneration(config)
@@ -112,7 +112,7 @@ def _t5() -> PreTrainedModel:
 
 def _bart() -> PreTrainedModel:
     config = tf.BartConfig(
-        vocab_size=VOCAB, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        vocab_size=VOCAB, d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=256,
         decoder_start_token_id=1, pad_token_id=0, eos_token_id=2, forced_eos_token_id=None,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvtailor import _compat, attention, prefill
 from kvtailor.cache import EncoderDecoderKVCache, KVCache
+from kvtailor.compiled import CompiledStep
 from kvtailor.errors import ModelError, PlanError
 from kvtailor.plan import Plan
 from kvtailor.served import check_served
@@ -33,10 +34,11 @@ class Attachment:
     ----------
     model : the model.
     plan : the plan.
+    compile : whether decode steps of one token run as a compiled graph.
     """
 
-    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
-        self.model, self.plan = model, plan
+    def __init__(self, model: PreTrainedModel, plan: Plan, compile: bool = False) -> None:
+        self.model, self.plan, self._compile = model, plan, compile
         self.decoder: nn.Module = model.get_decoder()
         self._configs: list[tuple[nn.Module, PretrainedConfig]] = []
         self._replaced: list[tuple[nn.Module, str, Any]] = []
@@ -102,6 +104,7 @@ class Attachment:
         forward = self.decoder.forward
         parameters = inspect.signature(forward).parameters
         names = list(parameters)
+        step = self._compiled_step(forward) if self._compile else None
 
         @functools.wraps(forward)
         def tailored_forward(*args: Any, **arguments: Any) -> Any:
@@ -116,9 +119,16 @@ class Attachment:
             cache.check_owner(self.decoder)
             if isinstance(cache, EncoderDecoderKVCache):
                 cache.check_encoded(arguments.get("encoder_hidden_states"))
+            if step is not None and isinstance(cache, KVCache) and step.serves(arguments):
+                return step(arguments, cache)
             return prefill.run(forward, arguments, cache)
 
         return tailored_forward
+
+    def _compiled_step(self, forward: Any) -> CompiledStep:
+        step = CompiledStep(self.decoder, forward, attention.stock_of(self._configs[0][0]))
+        step.check(self.new_cache())
+        return step
 
     def _wants_cache(self, arguments: dict[str, Any]) -> bool:
         use = arguments.get("use_cache")
@@ -167,13 +177,15 @@ def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def attach(model: PreTrainedModel, plan: Plan | str | Path) -> Attachment:
+def attach(model: PreTrainedModel, plan: Plan | str | Path, *, compile: bool = False) -> Attachment:
     """Run a model with a tailored KV cache, inside a ``with`` block or until :func:`detach`.
 
     Parameters
     ----------
     model : a Transformers model that keeps a KV cache.
     plan : a :class:`Plan`, a preset's name such as ``"int4"`` or ``"snapkv:512"``, or the path of a plan file.
+    compile : whether decode steps of one token run as a graph that ``torch.compile`` makes at the first of them, which
+        takes up to a minute; steps with padding, several tokens or gradients run as without it.
 
     Raises
     ------
@@ -189,7 +201,7 @@ def attach(model: PreTrainedModel, plan: Plan | str | Path) -> Attachment:
             f"{type(model).__name__} carries plan {model.__dict__[_MARK].plan.name!r} already: detach it first"
         )
     _warn_if_idle(KVCache(model, plan), plan, model)
-    return Attachment(model, plan)
+    return Attachment(model, plan, compile)
 
 
 def detach(model: PreTrainedModel) -> None:

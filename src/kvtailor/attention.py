@@ -9,6 +9,7 @@ from torch import nn
 
 from kvtailor import _compat
 from kvtailor.layers.base import HANDLE, Stock
+from kvtailor.layers.operator import traced_attention
 
 # Names free of what Transformers looks for in them ("sdpa", "flash", "/", "|").
 OVER_SDPA = "kvtailor"
@@ -36,6 +37,8 @@ def attention_over(stock: Stock) -> Stock:
         mask: torch.Tensor | None,
         **given: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if torch.compiler.is_compiling():
+            return traced_attention(module, query, key, value, **given)
         layer = getattr(key, HANDLE, None)
         if layer is None:
             return stock(module, query, key, value, mask, **given)
@@ -48,6 +51,12 @@ def register() -> None:
     """Make both names known to Transformers."""
     _compat.register_attention(OVER_SDPA, attention_over(_compat.stock_sdpa), eager=False)
     _compat.register_attention(OVER_EAGER, attention_over(_compat.stock_eager), eager=True)
+
+
+def stock_of(module: nn.Module) -> Stock:
+    """Transformers' own attention function for a module whose configuration names ours."""
+    config: Any = module.config
+    return _compat.stock_eager if config._attn_implementation == OVER_EAGER else _compat.stock_sdpa
 
 
 def name_over(implementation: str | None, supports_sdpa: bool) -> str:

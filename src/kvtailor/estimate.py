@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from kvtailor import _compat
 from kvtailor.errors import ModelError
 from kvtailor.formats import GROUP_TOKENS
+from kvtailor.kernels import native
 from kvtailor.layers.allowance import Allowance, Costs
 from kvtailor.layers.base import Place
 from kvtailor.layers.packing import Packing
@@ -233,7 +234,7 @@ class _Packed:
     def __init__(self, entry: LayerPlan, sizes: Sizes, policy: Policy | None = None) -> None:
         self.form, self.sizes, self.policy = entry.form, sizes, policy
         self.undroppable = entry.undroppable
-        self.packing = Packing(entry.form, sizes.dim, sizes.dim)
+        self.packing = Packing(entry.form, sizes.dim, sizes.dim, _path(sizes.dim))
         self.packed_token = self.packing.token_bytes(sizes.heads, (sizes.dim, sizes.dim), sizes.element)
 
     def blocks(self, tokens: int) -> int:
@@ -260,3 +261,7 @@ class _Packed:
         """What the layer counts for a token when its budget is in bytes."""
         token = self.packed_token + self.sizes.heads * (POSITION_BYTES + _mark_bytes(self.policy))
         return Costs(token, window + int(self.packing.exact_room * (dense - token)), self.undroppable)
+
+
+def _path(dim: int) -> str | None:
+    return native.path_for(torch.device("cpu"), torch.float32, (dim, dim))

@@ -101,6 +101,9 @@ class Form(_Part):
     residual: int = Field(64, ge=0, description="newest tokens kept exact")
     exact: int = Field(64, ge=0, description="first tokens kept exact")
     outliers: int = Field(0, ge=0, description="channels of widest range kept exact, per KV head (form channel)")
+    precision: Literal["exact", "default", "fast"] = Field(
+        "default", description="of attention on codes in the compiled kernels: bits of queries and weights"
+    )
 
     @field_validator("bits", mode="before")
     @classmethod

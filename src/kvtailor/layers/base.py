@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,14 +47,24 @@ class Step:
     attention_seconds: float = 0.0
     room_seconds: float = 0.0
 
-    @contextmanager
-    def timing(self, what: str) -> Iterator[None]:
-        """Add the time of a block to ``attention_seconds`` or ``room_seconds``."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, what, getattr(self, what) + time.perf_counter() - begin)
+    def timing(self, what: str) -> Timing:
+        """Add the time of a ``with`` block to ``attention_seconds`` or ``room_seconds``."""
+        return Timing(self, what)
+
+
+class Timing:
+    """The time of a ``with`` block, added to an attribute of a step."""
+
+    __slots__ = ("begin", "step", "what")
+
+    def __init__(self, step: Step, what: str) -> None:
+        self.step, self.what = step, what
+
+    def __enter__(self) -> None:
+        self.begin = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        setattr(self.step, self.what, getattr(self.step, self.what) + time.perf_counter() - self.begin)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvtailor.kernels.native import Weighing
+
 
 @dataclass(frozen=True)
 class Call:
@@ -72,6 +74,20 @@ class Call:
         mask = self.mask if self.mask is None or self.mask.shape[1] == 1 else self.mask[:, heads]
         return replace(self, mask=mask, bias=None if self.bias is None else self.bias[:, heads])
 
+    def of_row(self, row: int, real: torch.Tensor) -> Call:
+        """The same call for one sequence of the batch and some of its queries.
+
+        Parameters
+        ----------
+        row : sequence in the batch.
+        real : (n,) ascending places of the queries; without a mask they follow each other.
+        """
+        mask, bias = (
+            None if table is None else _one_row(table, row)[:, :, real if table.shape[2] > 1 else slice(None)]
+            for table in (self.mask, self.bias)
+        )
+        return replace(self, mask=mask, bias=bias, first=self.first + int(real[0]), count=len(real))
+
     def weigh(self, logits: torch.Tensor, positions: torch.Tensor, row: int, start: int) -> torch.Tensor:
         """Turn raw products of query and key into logits, with -inf where a query must not look.
 
@@ -105,6 +121,24 @@ class Call:
             return probs
         return probs * torch.sigmoid(lse - self.sinks.float().view(*lse.shape[:2], 1))[..., None]
 
+    def weighing(self) -> Weighing:
+        """The same for the C++ kernels; sinks go beside it."""
+        by_position = self.mask is None
+        mask, bias = self.mask, None if self.bias is None else self.bias.float()
+        if mask is not None and mask.dtype != torch.bool:
+            hidden = mask <= torch.finfo(mask.dtype).min / 2
+            added = mask.float().masked_fill(hidden, -torch.inf)
+            mask, bias = None, added if bias is None else bias + added
+        return Weighing(
+            self.scale,
+            self.softcap or 0.0,
+            causal=by_position and self.causal and (self.count > 1 or self.window is not None),
+            window=(self.window or 0) if by_position and self.causal else 0,
+            first=self.first,
+            mask=mask,
+            bias=bias,
+        )
+
     @property
     def only_hides(self) -> bool:
         """Whether logits are scaled and hidden and nothing else happens to them."""
@@ -128,6 +162,10 @@ class Call:
         key = positions if positions.dim() == 1 else positions[:, None, None, :]
         seen = key <= slot
         return seen if self.window is None else seen & (key > slot - self.window)
+
+
+def _one_row(table: torch.Tensor, row: int) -> torch.Tensor:
+    return table[row : row + 1] if table.shape[0] > 1 else table
 
 
 def _columns(table: torch.Tensor, row: int, start: int, positions: torch.Tensor, shape: torch.Size) -> torch.Tensor:

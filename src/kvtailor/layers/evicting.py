@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from kvtailor.kernels import native
 from kvtailor.layers.allowance import Costs
 from kvtailor.layers.policied import PolicyLayer
 from kvtailor.layers.row import Part, Row
@@ -45,12 +48,20 @@ class EvictingLayer(PolicyLayer):
             return [target + coming for target in targets]
         return [whole_blocks(target + 1) for target in targets]
 
+    @property
+    def _renumbers(self) -> bool:
+        return self.rotation is not None and isinstance(self.policy, Streaming) and self.dropped
+
     def visible_parts(self, row: Row) -> list[Part]:
         """Everything held; a renumbering policy sees the sinks moved up to the rest."""
         parts = super().visible_parts(row)
-        if self.rotation is None or not isinstance(self.policy, Streaming) or not self.dropped:
-            return parts
-        return [piece for part in parts for piece in self._renumbered(part, row.total)]
+        return [piece for part in parts for piece in self._renumbered(part, row.total)] if self._renumbers else parts
+
+    def handed(self, row: Row) -> native.Row:
+        """The same for the C++ kernels."""
+        if not self._renumbers:
+            return super().handed(row)
+        return [_handed(part) for part in self.visible_parts(row)], row.tail.handed, [0] * self.heads
 
     def _renumbered(self, part: Part, total: int) -> list[Part]:
         sinks = self.plan.keep.sinks
@@ -61,3 +72,8 @@ class EvictingLayer(PolicyLayer):
         gap = total - part.length  # tokens dropped: padding between the sinks and the rest has no positions
         near = Part(part.heads, self.rotation.shift(keys[:, :sinks], gap), values[:, :sinks], slots[:sinks])
         return [near, Part(part.heads, keys[:, sinks:], values[:, sinks:], slots[sinks:])]
+
+
+def _handed(part: Part) -> Any:
+    assert isinstance(part.keys, torch.Tensor) and isinstance(part.values, torch.Tensor)
+    return native.hand_segment(part.keys, part.values, part.positions.int())

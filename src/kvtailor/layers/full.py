@@ -8,18 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvtailor.kernels import native
 from kvtailor.layers.base import Stock, TailoredLayer, batch_indices
+from kvtailor.layers.call import Call
 from kvtailor.layers.tail import whole_blocks
 
 
 class FullLayer(TailoredLayer):
     """Keys and values of all tokens, padding included, in the model's dtype.
 
-    Attention is Transformers' own over the same numbers, so its output is the default cache's to the bit.
+    Prompts are attended by Transformers' own function, and so is everything on the reference kernels: there the output
+    is the default cache's to the bit. The C++ kernels attend decode steps, equal to rounding.
     """
 
     _keys: torch.Tensor  # (B, Hkv, room, Dk)
     _values: torch.Tensor  # (B, Hkv, room, Dv)
+    _handed: list[Any] | None = None
 
     @torch.inference_mode(False)  # what is written in place later must be an ordinary tensor
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -28,6 +32,7 @@ class FullLayer(TailoredLayer):
         batch, heads = key_states.shape[:2]
         self._keys = key_states.new_empty(batch, heads, 0, key_states.shape[-1])
         self._values = value_states.new_empty(batch, heads, 0, value_states.shape[-1])
+        self.path = native.path_for(self.device, self.dtype, (key_states.shape[-1], value_states.shape[-1]))
         self.is_initialized = True
 
     def update(
@@ -46,6 +51,7 @@ class FullLayer(TailoredLayer):
 
     def _reserve(self, tokens: int) -> None:
         if tokens > self._keys.shape[2]:
+            self._handed = None  # it keeps the old arrays alive
             self._keys = self._grown(self._keys, tokens)
             self._values = self._grown(self._values, tokens)
             self.account()
@@ -63,10 +69,42 @@ class FullLayer(TailoredLayer):
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, stock: Stock, **given: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Transformers' own attention over everything held."""
-        key, value = self._read()
+        """Attention over everything held."""
         with self.step.timing("attention_seconds"):
+            if self.path is not None and self._suits_native(query, given):
+                call = Call.of(module, query, mask, self.seen - query.shape[2], self.place.cross, **given)
+                return self._attend_natively(self.path, query, call), None
+            key, value = self._read()
             return stock(module, query, key, value, mask, **given)
+
+    def _suits_native(self, query: torch.Tensor, given: dict[str, Any]) -> bool:
+        few = query.shape[1] // self._keys.shape[1] * query.shape[2] <= native.MOST_ROWS
+        plain = not given.get("output_attentions") and not (query.requires_grad and torch.is_grad_enabled())
+        return few and plain and self.seen > query.shape[2]
+
+    def _attend_natively(self, path: str, query: torch.Tensor, call: Call) -> torch.Tensor:
+        batch, query_heads, count, _ = query.shape
+        out = query.new_empty(batch, count, query_heads, self._values.shape[-1])
+        sinks = None if call.sinks is None else call.sinks.detach().float()
+        lengths = [self.seen] * self._keys.shape[1]
+        rows: list[native.Row] = [([], tail, lengths) for tail in self._tails()]
+        native.attend(path, rows, query.detach(), out.transpose(1, 2), call.weighing(), sinks)
+        return out
+
+    def _tails(self) -> list[Any]:
+        """Each sequence's keys and values as the C++ kernels hold them."""
+        if self._handed is None:
+            _, heads, room, _ = self._keys.shape
+            starts, rooms = [head * room for head in range(heads)], [room] * heads
+            self._handed = [
+                native.hand_tail(keys.flatten(0, 1), values.flatten(0, 1), None, starts, rooms)
+                for keys, values in zip(self._keys, self._values, strict=True)
+            ]
+        return self._handed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes: it hands its own arrays to the C++ kernels."""
+        return {**self.__dict__, "_handed": None}
 
     def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Keys and values, room to grow included."""
@@ -96,9 +134,11 @@ class FullLayer(TailoredLayer):
         self.is_initialized = False
         self.__dict__.pop("_keys", None)
         self.__dict__.pop("_values", None)
+        self._handed = None
 
     @torch.inference_mode(False)
     def _select(self, rows: torch.Tensor) -> None:
+        self._handed = None
         self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvtailor.formats import GROUP_TOKENS, Packed
+from kvtailor.arranged import Codes
+from kvtailor.formats import GROUP_TOKENS
 from kvtailor.layers.allowance import Costs
 from kvtailor.layers.packing import Packing
 from kvtailor.layers.policied import PolicyLayer
@@ -18,7 +19,12 @@ class PackedEvictingLayer(PolicyLayer):
 
     def check_sizes(self) -> None:
         """Raise PlanError if the format cannot hold heads of these sizes."""
-        self.packing = Packing(self.plan.form, *self.dims)
+        self.packing = Packing(self.plan.form, *self.dims, path=self.path)
+
+    @property
+    def is_arranged(self) -> bool:
+        """Whether the codes stand in the order of the C++ kernels."""
+        return self.packing.path is not None
 
     most_at_once = GROUP_TOKENS  # what the exact part leaves room for
 
@@ -72,7 +78,7 @@ def without(segment: Segment, blocks: set[int]) -> Segment | None:
     stay = [block for block in range(segment.length // GROUP_TOKENS) if block not in blocks]
     if not stay:
         return None
-    assert isinstance(segment.keys, Packed) and isinstance(segment.values, Packed)
+    assert isinstance(segment.keys, Codes) and isinstance(segment.values, Codes)
     index = torch.tensor(stay, device=segment.device)
     tokens = (index[:, None] * GROUP_TOKENS + torch.arange(GROUP_TOKENS, device=segment.device)).flatten()
     marks = None if segment.marks is None else segment.marks[:, tokens]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kvtailor.arranged import Arranged, Codes, arrange, block_bytes, can_arrange
 from kvtailor.errors import PlanError
-from kvtailor.formats import GROUP_TOKENS, Packed, PackedFormat, check_format, default_group
+from kvtailor.formats import GROUP_TOKENS, Packed, PackedFormat, check_format, default_group, plane_bits
+from kvtailor.kernels import native
 from kvtailor.layers.row import Row
 from kvtailor.layers.segment import Segment
 from kvtailor.layers.tail import whole_blocks
@@ -20,9 +22,10 @@ class Packing:
     ----------
     form : the plan's choice.
     key_dim, value_dim : channels of a head.
+    path : the C++ kernels that pack and read the codes, where the form has an order for them; None for the reference.
     """
 
-    def __init__(self, form: Form, key_dim: int, value_dim: int) -> None:
+    def __init__(self, form: Form, key_dim: int, value_dim: int, path: str | None = None) -> None:
         assert form.bits is not None
         self.form = form
         rotated = form.kind == "rotated"
@@ -37,6 +40,8 @@ class Packing:
             self.keys = PackedFormat(form.bits, "channel", form.group or GROUP_TOKENS, form.resolved_levels, False)
         check_format(self.keys, key_dim)
         check_format(self.values, value_dim)
+        fits = can_arrange(self.keys, key_dim, values=False) and can_arrange(self.values, value_dim, values=True)
+        self.path = path if fits else None
         if form.outliers >= key_dim:
             raise PlanError(
                 f"outliers {form.outliers} cannot be used: the head has {key_dim} channels; allowed are fewer"
@@ -51,14 +56,23 @@ class Packing:
         blocks = (row.tail.longest - self.form.residual) // GROUP_TOKENS
         if blocks > 0:
             outliers = self._outlier_channels(row, blocks * GROUP_TOKENS)
-            row.seal(blocks * GROUP_TOKENS, lambda k, v: (pack(k, self.keys, outliers), pack(v, self.values)))
+            row.seal(
+                blocks * GROUP_TOKENS,
+                lambda k, v: (self._pack(k, self.keys, False, outliers), self._pack(v, self.values, True)),
+            )
             merge_newest(row)
+
+    def _pack(self, x: torch.Tensor, fmt: PackedFormat, values: bool, outliers: torch.Tensor | None = None) -> Codes:
+        if self.path is None:
+            return pack(x, fmt, outliers)
+        codes = native.pack(self.path, x, fmt, values) if outliers is None else None
+        return arrange(pack(x, fmt, outliers), values) if codes is None else codes
 
     def _outlier_channels(self, row: Row, count: int) -> torch.Tensor | None:
         if not self.form.outliers:
             return None
         for segment in row.segments:
-            if isinstance(segment.keys, Packed):
+            if isinstance(segment.keys, Codes):
                 return segment.keys.outlier_channels
         # The first block alone decides, so that the choice does not depend on how the prompt was cut.
         first = row.tail.even(row.tail.keys)[:, :GROUP_TOKENS]
@@ -72,9 +86,14 @@ class Packing:
     def token_bytes(self, heads: int, dims: tuple[int, int], element: int) -> float:
         """Bytes of one packed token over all KV heads, scales included."""
         total = 0.0
-        for dim, fmt in zip(dims, (self.keys, self.values), strict=True):
-            total += dim * fmt.bits / 8 + 4 * dim / fmt.group
+        for dim, fmt, values in zip(dims, (self.keys, self.values), (False, True), strict=True):
+            total += self._code_bytes(fmt, dim, values) + 4 * dim / fmt.group
         return heads * (total + self.form.outliers * element)
+
+    def _code_bytes(self, fmt: PackedFormat, dim: int, values: bool) -> float:
+        if self.path is None:
+            return sum(-(-dim * width // 8) for width in plane_bits(fmt.bits))
+        return sum(block_bytes(width, dim, values) for width in plane_bits(fmt.bits)) / GROUP_TOKENS
 
 
 def merge_newest(row: Row) -> None:
@@ -88,13 +107,11 @@ def merge_newest(row: Row) -> None:
 
 def _alike(older: Segment, newer: Segment) -> bool:
     pairs = ((older.keys, newer.keys), (older.values, newer.values))
-    return all(isinstance(a, Packed) and isinstance(b, Packed) and a.scale.dtype == b.scale.dtype for a, b in pairs)
+    return all(isinstance(a, Codes) and isinstance(b, Codes) and a.scale.dtype == b.scale.dtype for a, b in pairs)
 
 
 def joined(older: Segment, newer: Segment) -> Segment:
     """Two packed segments as one."""
-    assert isinstance(older.keys, Packed) and isinstance(newer.keys, Packed)
-    assert isinstance(older.values, Packed) and isinstance(newer.values, Packed)
     slots: torch.Tensor | range
     if (
         isinstance(older.positions, range)
@@ -105,4 +122,11 @@ def joined(older: Segment, newer: Segment) -> Segment:
     else:
         slots = torch.cat([older.slots(), newer.slots()]).int()
     marks = None if older.marks is None or newer.marks is None else torch.cat([older.marks, newer.marks], dim=1)
-    return Segment(Packed.cat([older.keys, newer.keys]), Packed.cat([older.values, newer.values]), slots, marks)
+    return Segment(_cat(older.keys, newer.keys), _cat(older.values, newer.values), slots, marks)
+
+
+def _cat(older: torch.Tensor | Codes, newer: torch.Tensor | Codes) -> Codes:
+    if isinstance(older, Arranged) and isinstance(newer, Arranged):
+        return Arranged.cat([older, newer])
+    assert isinstance(older, Packed) and isinstance(newer, Packed)
+    return Packed.cat([older, newer])

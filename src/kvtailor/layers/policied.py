@@ -77,7 +77,7 @@ class PolicyLayer(RowsLayer):
 
     def _watch(self, row: Row, query: torch.Tensor, call: Call, index: int, real: torch.Tensor) -> None:
         if self.policy.watches == "mass":
-            add_mass(row, query, call, index, real)
+            add_mass(row, query, call, index, real, self.native_path)
         elif isinstance(self.policy, Lru):
             note_use(row, query, call, index, real, self.policy.top)
         else:
@@ -161,7 +161,7 @@ class PolicyLayer(RowsLayer):
             layer=self.place.index,
             mark=row.marks(),
             norms=row.key_norms,
-            window=lambda: window_attention(row, *weighing, causal=not self.place.cross),
+            window=lambda: window_attention(row, *weighing, causal=not self.place.cross, path=self.native_path),
         )
 
     def reset(self) -> None:

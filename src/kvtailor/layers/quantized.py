@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtailor.formats import Packed
+from kvtailor.arranged import Codes
 from kvtailor.layers.packing import Packing
 from kvtailor.layers.rows import RowsLayer
 from kvtailor.quantize.pack import unpack
@@ -15,7 +15,12 @@ class QuantizedLayer(RowsLayer):
 
     def check_sizes(self) -> None:
         """Raise PlanError if the format cannot hold heads of these sizes."""
-        self.packing = Packing(self.plan.form, *self.dims)
+        self.packing = Packing(self.plan.form, *self.dims, path=self.path)
+
+    @property
+    def is_arranged(self) -> bool:
+        """Whether the codes stand in the order of the C++ kernels."""
+        return self.packing.path is not None
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
@@ -47,6 +52,6 @@ class QuantizedLayer(RowsLayer):
         return key, value
 
 
-def exact(part: torch.Tensor | Packed) -> torch.Tensor:
+def exact(part: torch.Tensor | Codes) -> torch.Tensor:
     """The numbers themselves, (h, n, D), in the model's basis."""
-    return unpack(part) if isinstance(part, Packed) else part
+    return unpack(part) if isinstance(part, Codes) else part

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtailor.formats import Packed
+from kvtailor.arranged import Codes
+from kvtailor.kernels import native
 from kvtailor.kernels import reference as kernels
 from kvtailor.layers.call import Call
 from kvtailor.layers.segment import Segment, run_of
@@ -15,7 +16,7 @@ from kvtailor.layers.tail import Tail
 from kvtailor.quantize.hadamard import rotate, unrotate
 from kvtailor.quantize.pack import unpack
 
-Store = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | Packed, torch.Tensor | Packed]]
+Store = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | Codes, torch.Tensor | Codes]]
 
 # Logits computed at a time: bounds the memory of attention over many queries.
 LOGITS_AT_ONCE = 4_000_000
@@ -33,8 +34,8 @@ class Part:
     """
 
     heads: slice
-    keys: torch.Tensor | Packed
-    values: torch.Tensor | Packed
+    keys: torch.Tensor | Codes
+    values: torch.Tensor | Codes
     positions: torch.Tensor
 
     @property
@@ -50,12 +51,12 @@ class Part:
     @property
     def is_packed(self) -> bool:
         """Whether the keys are codes."""
-        return isinstance(self.keys, Packed)
+        return isinstance(self.keys, Codes)
 
     @property
     def rotated(self) -> bool:
         """Whether the numbers are stored in the rotated basis."""
-        return isinstance(self.keys, Packed) and self.keys.format.rotated
+        return isinstance(self.keys, Codes) and self.keys.format.rotated
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,12 @@ class Row:
     ----------
     key, value : (Hkv, n, D), any n: what dtype, device and sizes are taken from.
     marked : whether tokens carry marks for the policy.
+    is_native : whether the C++ kernels move tokens.
     """
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, marked: bool = False) -> None:
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, marked: bool = False, is_native: bool = False) -> None:
         self.segments: list[Segment] = []
-        self.tail = Tail(key, value, marked)
+        self.tail = Tail(key, value, marked, is_native)
         self.window: Window | None = None
         self.total = 0  # tokens that came, evicted ones included, padding not
         self.first = 0  # slot of the first token that came
@@ -112,6 +114,11 @@ class Row:
         sealed = self.sealed
         return [sealed + n for n in self.tail.lengths]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the bytes held depend on: it changes whenever they do."""
+        return self.tail.moves, self.window is not None, *(segment.length for segment in self.segments)
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All that is stored, with its kind."""
         for segment in self.segments:
@@ -121,6 +128,10 @@ class Row:
             yield "marks", self.tail.marks
         if self.window is not None:
             yield from (("queries", self.window.queries), ("queries", self.window.slots))
+
+    def handed(self) -> native.Row:
+        """Everything held, as the C++ kernels take it."""
+        return [segment.handed for segment in self.segments], self.tail.handed, self.tail.lengths
 
     def parts(self) -> Iterator[Part]:
         """Everything held, oldest first; a tail with uneven heads comes head by head."""
@@ -259,7 +270,7 @@ class Row:
     def key_norms(self) -> torch.Tensor:
         """L2 norms of the keys held, (Hkv, n) float32, in the order of :meth:`positions`."""
         sealed = [
-            (unpack(segment.keys) if isinstance(segment.keys, Packed) else segment.keys).float().norm(dim=-1)
+            (unpack(segment.keys) if isinstance(segment.keys, Codes) else segment.keys).float().norm(dim=-1)
             for segment in self.segments
         ]
         return torch.cat([*sealed, self.tail.padded(self.tail.keys).float().norm(dim=-1)], dim=1)

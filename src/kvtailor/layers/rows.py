@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from kvtailor.errors import CacheError
+from kvtailor.kernels import native
+from kvtailor.layers import by_parts
 from kvtailor.layers.base import Place, Step, Stock, TailoredLayer, batch_indices
 from kvtailor.layers.call import Call
 from kvtailor.layers.row import Part, Row
@@ -50,6 +52,7 @@ class RowsLayer(TailoredLayer):
         self.rows: list[Row] = []
         self.incoming: tuple[torch.Tensor, torch.Tensor] | None = None
         self.unobserved: Observation | None = None
+        self._shapes: list[tuple[int, ...]] = []  # of the rows when their bytes were last counted
         self.prompt_ended = False  # a prompt came to its end and room was not made since
 
     # What a subclass decides.
@@ -79,8 +82,11 @@ class RowsLayer(TailoredLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.dims = key_states.shape[-1], value_states.shape[-1]
         self.heads = key_states.shape[1]
+        self.path = native.path_for(self.device, self.dtype, self.dims)
         self.check_sizes()
-        self.rows = [Row(key_states[0], value_states[0], self.marked) for _ in range(key_states.shape[0])]
+        native_tail = self.path is not None
+        self.rows = [Row(key_states[0], value_states[0], self.marked, native_tail) for _ in range(key_states.shape[0])]
+        self._zero = torch.zeros(1, dtype=self.dtype, device=self.device)
         self.is_initialized = True
 
     def check_sizes(self) -> None:
@@ -177,7 +183,8 @@ class RowsLayer(TailoredLayer):
                 row_key, row_value = row_key[:, places], row_value[:, places]
             if row.total == 0 and len(places):
                 row.first = first + int(places[0])
-            row.tail.append(row_key, row_value, first + places, self.first_marks(first + places))
+            slots = range(first, self.seen) if len(places) == key.shape[2] else first + places
+            row.tail.append(row_key, row_value, slots, self.first_marks(first + places) if self.marked else 0.0)
             row.total += len(places)
             if self.step.prompt or self.place.cross:
                 padding = self.seen - row.total
@@ -189,12 +196,49 @@ class RowsLayer(TailoredLayer):
 
     def _attend_rows(self, query: torch.Tensor, call: Call) -> torch.Tensor:
         batch, query_heads, count, dim = query.shape
+        if self.native_path is not None and self._suits_native(query):
+            return self._attend_natively(self.native_path, query, call)
         grouped = query.view(batch, self.heads, query_heads // self.heads, count, dim)
-        rows = [
-            row.attend(grouped[number], call, number, self.visible_parts(row)) for number, row in enumerate(self.rows)
-        ]
+        rows = [self._attend_row(row, grouped[number], call, number) for number, row in enumerate(self.rows)]
         out = torch.stack(rows).to(query.dtype)  # (B, Hkv, G, q, Dv)
         return out.view(batch, query_heads, count, -1).transpose(1, 2).contiguous()
+
+    def _attend_row(self, row: Row, query: torch.Tensor, call: Call, index: int) -> torch.Tensor:
+        parts = self.visible_parts(row)
+        if by_parts.serves(call, parts):
+            return by_parts.attend_by_parts(query, call, index, parts, self.dims[1])
+        return row.attend(query, call, index, parts)
+
+    @property
+    def native_path(self) -> str | None:
+        """The C++ kernels that serve this layer, or None."""
+        return self.path if self.is_arranged else None
+
+    def _suits_native(self, query: torch.Tensor) -> bool:
+        if query.requires_grad and torch.is_grad_enabled():
+            return False
+        few = query.shape[1] // self.heads * query.shape[2] <= native.MOST_ROWS
+        packed = [segment.is_packed for row in self.rows for segment in row.segments]
+        return few or any(packed)
+
+    @property
+    def is_arranged(self) -> bool:
+        """Whether what is held can be handed to the C++ kernels."""
+        return True
+
+    def handed(self, row: Row) -> native.Row:
+        """What a query attends to, as the C++ kernels take it."""
+        return row.handed()
+
+    def _attend_natively(self, path: str, query: torch.Tensor, call: Call) -> torch.Tensor:
+        batch, query_heads, count, _ = query.shape
+        out = query.new_empty(batch, count, query_heads, self.dims[1])
+        sinks = None if call.sinks is None else call.sinks.detach().float()
+        rows = [self.handed(row) for row in self.rows]
+        native.attend(
+            path, rows, query.detach(), out.transpose(1, 2), call.weighing(), sinks, precision=self.plan.form.precision
+        )
+        return out
 
     def _finish(self, observation: Observation) -> None:
         self.prompt_ended = self.prompt_ended or (self.step.last and (self.step.prompt or self.place.cross))
@@ -220,7 +264,7 @@ class RowsLayer(TailoredLayer):
     def _stand_ins(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tensors of the logical sizes that take no memory and lead the attention function here."""
         shape = len(self.rows), self.heads, self.seen
-        key, value = (torch.zeros(1, dtype=self.dtype, device=self.device).expand(*shape, dim) for dim in self.dims)
+        key, value = (self._zero.expand(*shape, dim) for dim in self.dims)
         return self.handled(key), value
 
     def _dense(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,7 +298,7 @@ class RowsLayer(TailoredLayer):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.rows, self.seen, self.is_initialized = [], 0, False
+        self.rows, self.seen, self.is_initialized, self._shapes = [], 0, False, []
         self.incoming, self.unobserved, self.prompt_ended = None, None, False
 
     def _select(self, rows: list[int]) -> None:
@@ -283,8 +327,17 @@ class RowsLayer(TailoredLayer):
 
     # Accounts.
 
+    def account(self) -> None:
+        """Bring the cache's running total up to date, where what is held has changed its size."""
+        shapes = [row.shape for row in self.rows]
+        if shapes != self._shapes or self.unobserved is not None:
+            super().account()
+            self._shapes = shapes
+
     def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything the rows hold, and queries not yet observed."""
+        if self.is_initialized:
+            yield "keys", self._zero
         for row in self.rows:
             yield from row.tensors()
         if self.unobserved is not None:

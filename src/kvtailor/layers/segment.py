@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from kvtailor.formats import Packed
+from kvtailor.arranged import Arranged, Codes
+from kvtailor.kernels import native
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,8 @@ class Segment:
     marks : (Hkv, n) float32 for policies, or None. Observing attention makes a new segment.
     """
 
-    keys: torch.Tensor | Packed
-    values: torch.Tensor | Packed
+    keys: torch.Tensor | Codes
+    values: torch.Tensor | Codes
     positions: torch.Tensor | range
     marks: torch.Tensor | None = None
 
@@ -34,12 +37,23 @@ class Segment:
     @property
     def is_packed(self) -> bool:
         """Whether keys and values are codes."""
-        return isinstance(self.keys, Packed)
+        return isinstance(self.keys, Codes)
 
     @property
     def device(self) -> torch.device:
         """Where the segment lives."""
         return next(self.tensors()).device
+
+    @cached_property
+    def handed(self) -> Any:
+        """The segment as the C++ kernels hold it; packed ones must be arranged."""
+        if isinstance(self.keys, torch.Tensor | Arranged) and isinstance(self.values, torch.Tensor | Arranged):
+            return native.hand_segment(self.keys, self.values, self.positions)
+        raise TypeError("codes in the canonical order cannot be handed to the C++ kernels")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes: it hands its own tensors to the C++ kernels."""
+        return {name: value for name, value in self.__dict__.items() if name != "handed"}
 
     def slots(self) -> torch.Tensor:
         """The positions as a tensor, (n,) int64."""
@@ -50,7 +64,7 @@ class Segment:
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that is stored."""
         for part in (self.keys, self.values):
-            if isinstance(part, Packed):
+            if isinstance(part, Codes):
                 yield from part.tensors()
             else:
                 yield part
@@ -80,5 +94,5 @@ def run_of(positions: torch.Tensor) -> torch.Tensor | range:
     return range(first, last + 1) if last - first + 1 == len(positions) else positions
 
 
-def _first(part: torch.Tensor | Packed, count: int) -> torch.Tensor | Packed:
-    return part.narrow(count) if isinstance(part, Packed) else part[:, :count].clone()
+def _first(part: torch.Tensor | Codes, count: int) -> torch.Tensor | Codes:
+    return part.narrow(count) if isinstance(part, Codes) else part[:, :count].clone()

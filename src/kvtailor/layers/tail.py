@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from kvtailor.formats import GROUP_TOKENS
+from kvtailor.kernels import native
 
 NO_LIMIT = 2**62
 
@@ -25,10 +27,11 @@ class Tail:
     ----------
     key, value : (Hkv, n, Dk) and (Hkv, n, Dv), any n: what dtype, device and sizes are taken from.
     marked : whether each token carries a float32 mark for the policy.
+    is_native : whether the C++ kernels move tokens.
     """
 
     @torch.inference_mode(False)  # what is written in place later must be an ordinary tensor
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, marked: bool = False) -> None:
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, marked: bool = False, is_native: bool = False) -> None:
         heads = key.shape[0]
         self.keys = key.new_empty(0, key.shape[-1])  # (rows, Dk)
         self.values = value.new_empty(0, value.shape[-1])  # (rows, Dv)
@@ -38,6 +41,9 @@ class Tail:
         self.rooms = [0] * heads
         self.lengths = [0] * heads
         self.aligned = True  # whether all heads hold the same positions
+        self.is_native = is_native
+        self.moves = 0  # how often the arrays were replaced
+        self._handed: Any = None
         self.limit = NO_LIMIT  # tokens per head beyond which no spare room is taken
 
     @property
@@ -61,6 +67,17 @@ class Tail:
         if self.marks is not None:
             yield self.marks
 
+    @property
+    def handed(self) -> Any:
+        """The arrays as the C++ kernels hold them."""
+        if self._handed is None:
+            self._handed = native.hand_tail(self.keys, self.values, self.positions, self.starts, self.rooms)
+        return self._handed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes: it hands its own arrays to the C++ kernels."""
+        return {**self.__dict__, "_handed": None}
+
     def reserve(self, lengths: list[int]) -> None:
         """Make each head's run large enough for ``lengths`` tokens: whole blocks, unless the limit comes first."""
         if all(n <= room for n, room in zip(lengths, self.rooms, strict=True)):
@@ -68,21 +85,32 @@ class Tail:
         self._move([max(n, min(whole_blocks(n), self.limit)) for n in lengths], [slice(0, n) for n in self.lengths])
 
     def append(
-        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, marks: torch.Tensor | float = 0.0
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor | range,
+        marks: torch.Tensor | float = 0.0,
     ) -> None:
         """Add tokens to every head.
 
         Parameters
         ----------
         key, value : (Hkv, n, Dk) and (Hkv, n, Dv).
-        positions : (n,) their slots.
+        positions : (n,) their slots, or a range of them.
         marks : (n,) or one number, what their marks start from.
         """
         count = key.shape[1]
         self.reserve([n + count for n in self.lengths])
-        new: tuple[torch.Tensor | float, ...] = (key, value, positions, marks)
-        for flat, added in zip(self.tensors(), new, strict=False):
-            self._write(flat, added, count)
+        alike = key.dtype == self.keys.dtype and value.dtype == self.values.dtype
+        if self.is_native and alike and isinstance(positions, range) and key.stride(-1) == value.stride(-1) == 1:
+            self.handed.append(key, value, positions.start, self.lengths)
+        else:
+            slots = torch.as_tensor(positions, device=self.keys.device)
+            self._write(self.keys, key, count)
+            self._write(self.values, value, count)
+            self._write(self.positions, slots, count)
+        if self.marks is not None:
+            self._write(self.marks, marks, count)
         self.lengths = [n + count for n in self.lengths]
 
     def _write(self, flat: torch.Tensor, added: torch.Tensor | float, count: int) -> None:
@@ -142,16 +170,21 @@ class Tail:
         other.marks = None if self.marks is None else self.marks.clone()
         other.starts, other.rooms, other.lengths = list(self.starts), list(self.rooms), list(self.lengths)
         other.aligned, other.limit = self.aligned, self.limit
+        other.is_native, other.moves, other._handed = self.is_native, 0, None
         return other
 
     def _compact(self, index: list[torch.Tensor]) -> None:
-        for flat in self.tensors():
+        if self.is_native:
+            self.handed.keep(index)
+        for flat in self.tensors() if not self.is_native else [] if self.marks is None else [self.marks]:
             for start, kept in zip(self.starts, index, strict=True):
                 flat[start : start + len(kept)] = flat[start + kept]
 
     @torch.inference_mode(False)
     def _move(self, rooms: list[int], index: Sequence[torch.Tensor | slice]) -> None:
         starts = [sum(rooms[:head]) for head in range(self.heads)]
+        self._handed = None  # it keeps the old arrays alive
+        self.moves += 1
 
         def moved(flat: torch.Tensor) -> torch.Tensor:
             fresh = flat.new_zeros(sum(rooms), *flat.shape[1:])

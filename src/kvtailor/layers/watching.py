@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import torch
 
+from kvtailor.kernels import native
 from kvtailor.kernels import reference as kernels
 from kvtailor.layers.call import Call
 from kvtailor.layers.row import LOGITS_AT_ONCE, Row, Window
 
 
-def add_mass(row: Row, query: torch.Tensor, call: Call, index: int, real: torch.Tensor) -> None:
+def add_mass(
+    row: Row, query: torch.Tensor, call: Call, index: int, real: torch.Tensor, path: str | None = None
+) -> None:
     """Add to each token's mark the attention that it gets, summed over queries and the group. Exact, in blocks.
 
     Parameters
@@ -19,11 +22,15 @@ def add_mass(row: Row, query: torch.Tensor, call: Call, index: int, real: torch.
     query : (Hkv, G, q, Dk).
     call, index : as for ``Row.attend``.
     real : places of the queries that are no padding.
+    path : the C++ kernels that sum it up, or None.
     """
     marks = row.marks()
     assert marks is not None
-    for probs, _ in _probabilities(row, query, call, index, real):
-        marks = marks + probs.sum(dim=(1, 2))
+    if path is not None:
+        marks = marks + _native_mass(path, row, query[:, :, real], call.of_row(index, real), call.sinks).sum(dim=1)
+    else:
+        for probs, _ in _probabilities(row, query, call, index, real):
+            marks = marks + probs.sum(dim=(1, 2))
     row.set_marks(marks)
 
 
@@ -60,21 +67,38 @@ def keep_window(row: Row, query: torch.Tensor, call: Call, real: torch.Tensor, s
 
 
 def window_attention(
-    row: Row, scale: float, softcap: float | None, sinks: torch.Tensor | None, causal: bool
+    row: Row,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    path: str | None = None,
 ) -> torch.Tensor:
-    """Attention of the remembered queries over everything held, (Hkv, G, w, n).
+    """Mean attention that each token held gets of the remembered queries, (Hkv, G, n).
 
     Parameters
     ----------
     scale, softcap, sinks : as in the layer's calls.
     causal : whether a query sees no token after its own.
+    path : the C++ kernels that sum it up, or None.
     """
     assert row.window is not None
+    count, first = len(row.window.slots), int(row.window.slots[0])
+    if path is not None and int(row.window.slots[-1]) - first + 1 == count:
+        call = Call(scale, softcap, sinks, None, None, None, causal, first, count)
+        return _native_mass(path, row, row.window.queries, call, sinks).div_(count)
     call = Call(scale, softcap, sinks, None, None, None, causal=False, first=0)
     logits = row.logits(row.window.queries, call, 0, 0)
     if causal:
         logits = logits.masked_fill(row.positions()[:, None, None, :] > row.window.slots[:, None], -torch.inf)
-    return call.beside_sinks(*kernels.softmax(logits))
+    return call.beside_sinks(*kernels.softmax(logits)).mean(dim=2)
+
+
+def _native_mass(path: str, row: Row, query: torch.Tensor, call: Call, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The attention that each token held gets of all queries (Hkv, G, q, Dk): (Hkv, G, n)."""
+    flat = query.detach().flatten(0, 1)[None]
+    sums = native.mass(path, [row.handed()], flat, call.weighing(), max(row.lengths), sinks)
+    return sums.view(*query.shape[:2], -1)
 
 
 def _probabilities(

@@ -26,7 +26,7 @@ class Held:
     layer : index of the layer.
     mark : (Hkv, n) float32, what observation accumulated per token; None where a policy watches nothing.
     norms : gives the L2 norms of the keys, (Hkv, n) float32.
-    window : gives the attention of the newest queries, (Hkv, G, w, n), softmax over all tokens held.
+    window : gives the mean attention that each token gets of the newest queries, (Hkv, G, n), softmax over all held.
     """
 
     positions: torch.Tensor

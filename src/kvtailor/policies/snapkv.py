@@ -58,7 +58,7 @@ class SnapKV(Policy):
 
     def importance(self, held: Held) -> torch.Tensor:
         """Mean attention of the window's queries, joined over the group and pooled along the tokens."""
-        votes = over_group(held.window().mean(dim=2), self.reduce)  # (Hkv, n)
+        votes = over_group(held.window(), self.reduce)  # (Hkv, n)
         pooled = torch.full_like(votes, torch.inf)
         for head, length in enumerate(held.lengths):
             prefix = max(length - self.window, 0)

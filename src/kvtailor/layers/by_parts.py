@@ -1,0 +1,66 @@
+"""Attention part by part, each in one launch of the Triton kernels, merged by log-sum-exp."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kvtailor.arranged import Arranged
+from kvtailor.kernels import choice
+from kvtailor.layers.call import Call
+from kvtailor.layers.row import Part
+from kvtailor.quantize.hadamard import rotate, unrotate
+
+
+def serves(call: Call, parts: list[Part]) -> bool:
+    """Whether the environment asks for the Triton kernels, and they know everything that the call asks for."""
+    fits = call.bias is None and bool(parts) and all(_fits(part) for part in parts)
+    return fits and choice.active() == "triton" and (call.mask is None or _only_hides(call.mask))
+
+
+def _only_hides(mask: torch.Tensor) -> bool:
+    if mask.dtype == torch.bool:
+        return True
+    return bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)).all())
+
+
+def _fits(part: Part) -> bool:
+    outliers = None if isinstance(part.keys, torch.Tensor) else part.keys.outliers
+    return outliers is None and not isinstance(part.keys, Arranged)
+
+
+def attend_by_parts(query: torch.Tensor, call: Call, index: int, parts: list[Part], value_dim: int) -> torch.Tensor:
+    """Attention over all parts as with one softmax.
+
+    Parameters
+    ----------
+    query : (Hkv, G, q, Dk).
+    call, index : as for ``Row.attend``.
+    parts : what is attended; all heads, or one.
+    value_dim : channels of a value head.
+
+    Returns
+    -------
+    (Hkv, G, q, Dv) float32; zero for a query that may see nothing.
+    """
+    from kvtailor.kernels import triton
+
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        call = replace(call, mask=call.mask == 0)
+    heads, group, count, _ = query.shape
+    outs = query.new_zeros(len(parts), heads, group * count, value_dim, dtype=torch.float32)
+    lses = query.new_full(outs.shape[:3], -torch.inf, dtype=torch.float32)
+    turned = rotate(query) if any(part.rotated for part in parts) else query
+    for number, part in enumerate(parts):
+        own = (turned if part.rotated else query)[part.heads].flatten(1, 2)
+        of_heads = slice(None) if part.is_whole else slice(part.heads.start * group, part.heads.stop * group)
+        shape = torch.Size((own.shape[0], group, count, part.length))
+        seen = call.of_heads(of_heads).visible(shape, part.positions, index, 0)
+        visible = None if seen is None else seen.broadcast_to(shape).flatten(1, 2)
+        out, lse = triton.attend(own, part.keys, part.values, call.scale, call.softcap, visible)  # type: ignore[arg-type]
+        outs[number, part.heads] = unrotate(out) if part.rotated else out
+        lses[number, part.heads] = lse
+    out, lse = triton.merge(outs, lses)
+    shaped = out.view(heads, group, count, value_dim)
+    return call.beside_sinks(shaped, lse.view(heads, group, count))
