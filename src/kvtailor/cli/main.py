@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from kvtailor.cli.bench import bench
 from kvtailor.cli.demo import demo
 from kvtailor.cli.doctor import doctor
 from kvtailor.cli.failures import EXIT_CODES, report_failure
@@ -58,7 +59,7 @@ def commands(
         typer.echo(context.get_help())
 
 
-for command in (demo, generate, doctor, presets, schema):
+for command in (demo, generate, bench, doctor, presets, schema):
     app.command()(command)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvtailor.arranged import Codes
+from kvtailor.arranged import Arranged, Codes
+from kvtailor.kernels import native
 from kvtailor.layers.packing import Packing
 from kvtailor.layers.rows import RowsLayer
 from kvtailor.quantize.pack import unpack
@@ -47,11 +48,19 @@ class QuantizedLayer(RowsLayer):
         key, value = (torch.zeros(*shape, dim, dtype=self.dtype, device=self.device) for dim in self.dims)
         for number, row in enumerate(self.rows):
             for part in row.parts():
-                key[number, part.heads, part.positions] = exact(part.keys).to(self.dtype)
-                value[number, part.heads, part.positions] = exact(part.values).to(self.dtype)
+                key[number, part.heads, part.positions] = exact(part.keys, self.path).to(self.dtype)
+                value[number, part.heads, part.positions] = exact(part.values, self.path).to(self.dtype)
         return key, value
 
 
-def exact(part: torch.Tensor | Codes) -> torch.Tensor:
-    """The numbers themselves, (h, n, D), in the model's basis."""
+def exact(part: torch.Tensor | Codes, path: str | None = None) -> torch.Tensor:
+    """The numbers themselves, (h, n, D), in the model's basis.
+
+    Parameters
+    ----------
+    part : what is stored.
+    path : the C++ kernels that unpack arranged codes, or None.
+    """
+    if path is not None and isinstance(part, Arranged):
+        return native.unpack(path, part)
     return unpack(part) if isinstance(part, Codes) else part
