@@ -12,12 +12,13 @@ from torch import Tensor
 from kvtailor.bench.kernel import SCALE, Kernel, dtype_name
 from kvtailor.bench.layer import GROUP, HEADS, Layer, row_of, whole_form
 from kvtailor.bench.timing import Candidate
-from kvtailor.kernels import choice
+from kvtailor.kernels import native
+from kvtailor.kernels.native import Precision, Weighing
 
 CHOSEN = 512
 """Tokens that are read."""
 
-PRECISION = "fast"  # of scores: they only choose
+PRECISION: Precision = "fast"  # of scores: they only choose
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,6 @@ class Retrieval:
     """
 
     def __init__(self, layer: Layer, dtype: torch.dtype, path: str, way: Way) -> None:
-        self.native: Any = choice.native()
         self.path, self.way, self.dtype = path, way, dtype
         self.keys, self.values = layer.dense(dtype)
         self.codes, values = layer.packed(whole_form(way.kind, way.bits), dtype)
@@ -92,28 +92,22 @@ class Retrieval:
 
     def score(self) -> None:
         """Scores of all tokens from the codes of their keys."""
-        self.native.scores(
-            self.path, self.rows, self.query, self.scores, SCALE, 0.0, False, 0, 0, None, None, PRECISION,
-            torch.get_num_threads(),
-        )  # fmt: skip
+        native.scores(self.path, self.rows, self.query, self.scores, Weighing(SCALE), PRECISION)
 
     def combine(self) -> None:
         """One score of a token for all query heads of a KV head."""
         scores = self.scores.view(HEADS, GROUP, -1)
-        self.native.best_of_group(self.path, scores, self.best, "softmax", torch.get_num_threads())
+        native.best_of_group(self.path, scores, self.best, "softmax")
 
     def top(self) -> None:
         """The tokens of the greatest scores."""
         scores = self.scores.view(HEADS * GROUP, -1) if self.way.by_query_head else self.best
-        index: Tensor = self.index.flatten(0, -2)
-        self.native.topk(scores, index.shape[-1], torch.get_num_threads(), index)
+        native.topk(scores, self.index.flatten(0, -2))
 
     def gather(self) -> None:
         """Attention over the chosen tokens, exact."""
         query = self.query.view(HEADS, GROUP, -1)
-        self.native.gather_attend(
-            self.path, query, self.keys, self.values, self.index, SCALE, self.out, None, torch.get_num_threads()
-        )
+        native.gather_attend(self.path, query, self.keys, self.values, self.index, SCALE, self.out)
 
     def _gathered_bytes(self) -> int:
         return self.index.numel() * 2 * self.query.shape[-1] * self.dtype.itemsize

@@ -162,6 +162,99 @@ def mass(
     return out
 
 
+def scores(
+    path: str, rows: list[Row], query: Tensor, out: Tensor, weighing: Weighing, precision: Precision = "default"
+) -> None:
+    """Weighed logits of queries over everything that each row holds, from the codes where keys are packed.
+
+    Parameters
+    ----------
+    path, rows, query, weighing, precision : as for :func:`attend`.
+    out : (B, Hq, q, n) float32, written, n the tokens of the longest head; -1e30 where a query may not look.
+    """
+    w = weighing
+    _module().scores(
+        path, rows, _with_unit_stride(query), out, w.scale, w.softcap, w.causal, w.window, w.first, w.mask, w.bias,
+        precision, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def channel_scores(
+    path: str, query: Tensor, keys: Tensor, channels: Tensor, out: Tensor, scale: Tensor | None = None
+) -> None:
+    """Products of queries and keys over chosen channels only.
+
+    Parameters
+    ----------
+    path : "avx512", "avx2" or "plain".
+    query : (Hkv, G, D) float32.
+    keys : (Hkv, m, n) float16, bfloat16, float32 or int8, channel by channel.
+    channels : (Hkv, m) integers, which channels these are.
+    out : (Hkv, G, n) float32, written.
+    scale : (Hkv, m) float32 steps of int8 keys, or None.
+    """
+    _module().channel_scores(path, query, keys, scale, channels, out, torch.get_num_threads())
+
+
+def best_of_group(path: str, scores: Tensor, out: Tensor, mode: Literal["max", "sum", "softmax"]) -> None:
+    """One score of each token for all query heads of a KV head.
+
+    Parameters
+    ----------
+    path : "avx512", "avx2" or "plain".
+    scores : (Hkv, G, n) float32.
+    out : (Hkv, n) float32, written.
+    mode : greatest distance from the head's greatest score, sum of scores, or sum of softmax probabilities.
+    """
+    _module().best_of_group(path, scores, out, mode, torch.get_num_threads())
+
+
+def topk(scores: Tensor, out: Tensor) -> None:
+    """The places of the greatest scores of each row, ascending; of equal scores the first ones.
+
+    Parameters
+    ----------
+    scores : (rows, n) float32.
+    out : (rows, k) int64, written.
+
+    Raises
+    ------
+    KernelError
+        For k below 1 or above n, and for a score that is no number.
+    """
+    _module().topk(scores, out.shape[-1], torch.get_num_threads(), out)
+
+
+def gather_attend(
+    path: str,
+    query: Tensor,
+    keys: Any,
+    values: Any,
+    index: Tensor,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+) -> None:
+    """Attention over chosen rows only, read where they lie: in memory, or in a file that is mapped into it.
+
+    Parameters
+    ----------
+    path : "avx512", "avx2" or "plain".
+    query : (Hkv, G, D).
+    keys, values : (Hkv, n, D) tensors or NumPy arrays with any strides between rows.
+    index : int64 (Hkv, k), or (Hkv, G, k) for each query head its own.
+    scale : factor on the logits.
+    out : (Hkv, G, D), written.
+    lse : (Hkv, G) float32 that log-sum-exp is written to, or None.
+
+    Raises
+    ------
+    KernelError
+        For an index that names no row, before anything is read.
+    """
+    _module().gather_attend(path, query, keys, values, index, scale, out, lse, torch.get_num_threads())
+
+
 def pack(path: str, x: Tensor, fmt: PackedFormat, values: bool) -> Arranged | None:
     """Pack tokens straight into the order of the kernels.
 
