@@ -36,6 +36,7 @@ class Request:
     threads : numbers of threads.
     dtype : of the model, of queries and of what is not packed.
     repeats : rounds.
+    compiled : whether steps are measured compiled as well.
     """
 
     tokens: Sequence[int] = TOKENS
@@ -44,6 +45,7 @@ class Request:
     threads: Sequence[int] = (1,)
     dtype: torch.dtype = torch.bfloat16
     repeats: int = REPEATS
+    compiled: bool = False
 
     @property
     def groups(self) -> int:
@@ -80,7 +82,9 @@ def run(
     if request.tokens:
         kernels, notes = measure_kernels(request.tokens, request.threads, request.dtype, request.repeats, progress)
     if loaded is not None:
-        steps, more = measure_steps(loaded, request.contexts, request.plans, request.threads, request.repeats, progress)
+        steps, more = measure_steps(
+            loaded, request.contexts, request.plans, request.threads, request.repeats, progress, request.compiled
+        )
         notes += more
     return Bench(
         kernels=kernels,

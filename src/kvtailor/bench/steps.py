@@ -51,13 +51,14 @@ class Held:
     Attributes
     ----------
     name : of the plan, or of Transformers' cache.
-    cache : the cache.
+    cache, model : the cache, and the model that steps with it.
     around : what the model needs for a step with it.
     agrees : as in a :class:`StepRow`.
     """
 
     name: str
     cache: Any
+    model: Any
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     agrees: float | None = None
 
@@ -69,6 +70,7 @@ def measure_steps(
     threads: Sequence[int],
     repeats: int,
     progress: Progress,
+    compiled: bool = False,
 ) -> tuple[list[StepRow], list[str]]:
     """Time decode steps with each cache at each length, in turns.
 
@@ -80,6 +82,7 @@ def measure_steps(
     threads : numbers of threads.
     repeats : rounds.
     progress : called with a few words before each group of measurements.
+    compiled : whether each plan is measured with compiled steps as well.
 
     Returns
     -------
@@ -91,7 +94,7 @@ def measure_steps(
         If the model has too few positions, or layers that cannot be filled.
     """
     _check_positions(loaded, contexts, steps=1 + len(threads) * (1 + repeats))
-    stepper = Stepper(loaded)
+    stepper = Stepper(loaded, compiled)
     rows: list[StepRow] = []
     notes: dict[str, None] = {}
     shortest: dict[tuple[str, int], Timed] = {}
@@ -134,9 +137,10 @@ class Stepper:
     Parameters
     ----------
     loaded : the model.
+    compiled : whether steps run compiled as well.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, compiled: bool = False) -> None:
         self.name, self.model = loaded.name, loaded.model
         self.config = _compat.decoder_config(self.model.config)
         parameters = inspect.signature(self.model.forward).parameters
@@ -144,34 +148,41 @@ class Stepper:
         self.ids = _text_ids(loaded)
         self.token = self.ids[:, -1:]
         self.text = self._keys_and_values(self.ids)
+        # A model of its own, whose plan stays on: one graph serves the caches of all plans.
+        self.compiled = copy.deepcopy(self.model) if compiled else None
+        if self.compiled is not None:
+            attach(self.compiled, "full", compile=True)
 
     def fill(self, context: int, plans: Sequence[Plan]) -> tuple[list[Held], list[str]]:
         """All caches with the same keys and values, the default one first; and a line for each that cannot be had."""
         prompt = self._prompt(context)
-        held, problems = [Held(DEFAULT, self._stock(DynamicCache(config=self.config), prompt))], []
+        held, problems = [Held(DEFAULT, self._stock(DynamicCache(config=self.config), prompt), self.model)], []
         for name, (package, options) in QUANTIZED.items():
             try:
                 cache = self._stock(QuantizedCache(config=self.config, **options), prompt)
-                self.step(cache)
-                held.append(Held(name, cache))
+                self.step(self.model, cache)
+                held.append(Held(name, cache, self.model))
             except ImportError:
                 problems.append(f"QuantizedCache {name} is not measured: package {package} cannot be imported")
             except Exception as error:  # a package that does not fit this release may fail in any way
                 problems.append(f"QuantizedCache {name} is not measured: it fails with {_in_a_line(error)}")
         for plan in plans:
-            tailored = self._tailored(plan, prompt)
+            tailored = self._tailored(self.model, plan, prompt)
             around = partial(attach, self.model, plan)
-            held.append(Held(plan.name, tailored, around, self._disagreement(plan, tailored)))
+            held.append(Held(plan.name, tailored, self.model, around, self._disagreement(plan, tailored)))
+            if self.compiled is not None:
+                cache = self._tailored(self.compiled, plan, prompt)
+                held.append(Held(f"{plan.name} compiled", cache, self.compiled))
         return held, problems
 
     def candidate(self, held: Held) -> Candidate:
         """A step with a cache, to be timed."""
-        return Candidate(lambda: self.step(held.cache), held.around)
+        return Candidate(lambda: self.step(held.model, held.cache), held.around)
 
     @torch.no_grad()
-    def step(self, cache: Any) -> Tensor:
+    def step(self, model: Any, cache: Any) -> Tensor:
         """Logits (vocabulary,) behind one more token, which the cache takes in."""
-        output = self.model(input_ids=self.token, use_cache=True, **{self.cache_argument: cache})
+        output = model(input_ids=self.token, use_cache=True, **{self.cache_argument: cache})
         logits: Tensor = output.logits[0, -1]
         return logits
 
@@ -204,9 +215,9 @@ class Stepper:
         return cache
 
     @torch.no_grad()
-    def _tailored(self, plan: Plan, prompt: Prompt) -> KVCache:
+    def _tailored(self, model: Any, plan: Plan, prompt: Prompt) -> KVCache:
         """A cache that was given the prompt's keys and values, in the chunks that the plan asks for."""
-        cache = KVCache(self.model, plan)
+        cache = KVCache(model, plan)
         context = prompt[0][0].shape[2]
         source = torch.Generator().manual_seed(context)
         dim = prompt[0][0].shape[3]
@@ -232,7 +243,7 @@ class Stepper:
             if isinstance(layer, FullLayer | RowsLayer):
                 layer.path = None  # the reference attends, in float32
         with attach(self.model, plan):
-            found, wanted = self.step(cache).double(), self.step(exact).double()
+            found, wanted = (self.step(self.model, one).double() for one in (cache, exact))
         return float((found - wanted).norm() / wanted.norm())
 
 

@@ -47,6 +47,7 @@ def bench(
     model: Annotated[str, typer.Option(help="Whose steps: a folder, a .gguf file, a hub name or smollm2.")] = "smollm2",
     kernels_only: Annotated[bool, typer.Option("--kernels-only", help="Leave the steps out.")] = False,
     steps_only: Annotated[bool, typer.Option("--steps-only", help="Leave the kernels out.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Time every plan with compiled steps as well.")] = False,
     peers: Annotated[list[Path] | None, typer.Option(help="JSON files with steps of other engines.")] = None,
     out: Annotated[Path | None, typer.Option(help="A folder for bench.json, bench.md and bench.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -72,6 +73,7 @@ def bench(
             threads=checked_threads(unique(threads)),
             dtype=numbers,
             repeats=repeats or run.REPEATS,
+            compiled=compiled,
         )
         others = [row for path in peers or () for row in read_peers(path)]
         machine = {**describe_machine(), "kernels": kernels, "date": date.today().isoformat()}
