@@ -36,11 +36,11 @@ sanitize: $(INSTALLED)
 	$(call install-beside,KVTAILOR_SANITIZE)
 	PYTHONPATH=$(CURDIR)/build/$@/installed ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		$(BIN)/pytest --capture=sys tests/test_native.py
+		$(BIN)/pytest --capture=sys tests/test_native.py tests/test_native_packing.py tests/test_native_retrieval.py
 
 emulate-avx512: $(INSTALLED)
 	$(call install-beside,KVTAILOR_EMULATE_AVX512)
-	PYTHONPATH=$(CURDIR)/build/$@/installed KVTAILOR_KERNELS=avx512 $(BIN)/pytest tests/test_native.py
+	PYTHONPATH=$(CURDIR)/build/$@/installed KVTAILOR_KERNELS=avx512 $(BIN)/pytest tests/test_native.py tests/test_native_packing.py tests/test_native_retrieval.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check src tests

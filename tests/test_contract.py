@@ -44,7 +44,7 @@ PACKING = {
 }
 EVERY = {**DROPPING, **PACKING}
 # What the compiled kernels hold in each way of their own: renumbered, uneven over heads, packed by token and by channel, marked.
-COMPILED = ("streaming", "adakv", "int2", "channel", "both")
+COMPILED = ("streaming", "adakv", "channel", "both")
 
 pytestmark = pytest.mark.usefixtures("kernels")
 on_reference = pytest.mark.parametrize("kernels", ["reference"], indirect=True)

@@ -25,7 +25,14 @@ def logits(model, inputs, **settings):
     return torch.stack(model.generate(**inputs, **STEPS, **settings).logits)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [
+        *(("reference", name) for name in ZOO),
+        *(("auto", name) for name in ("llama", "gemma2", "gemma3", "gpt-neox", "gpt-oss", "whisper", "t5", "bart")),
+    ],
+    indirect=["kernels"],
+)
 def test_logits_of_generate_are_the_default_caches(name, kernels):
     kind = ZOO[name]
     model, inputs = kind.build(), kind.inputs(40)
@@ -109,6 +116,24 @@ def test_a_forward_pass_without_a_cache_argument_gets_a_tailored_one():
         assert isinstance(kv_cache(output), kvtailor.KVCache)
         assert torch.equal(output.logits, expected)
         assert torch.equal(model(**inputs, use_cache=False).logits, expected)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("given", [{"softcap": 1.0}, {"s_aux": torch.ones(4)}], ids=["softcap", "sinks"])
+def test_what_sdpa_passes_over_is_passed_over(given):
+    """Transformers' SDPA knows neither soft caps nor sinks, and some releases run models that have them over it."""
+    from kvtailor._compat import stock_sdpa
+    from kvtailor.layers.base import Place, Step
+    from kvtailor.layers.full import FullLayer
+
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    layer = FullLayer(kvtailor.LayerPlan(), Place(0), Step(active=True))
+    keys, values, query = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 4, 1, 16)
+    layer.update(keys[:, :, :8], values[:, :, :8])
+    layer.update(keys[:, :, 8:], values[:, :, 8:])
+    found, _ = layer.attend(module, query, None, stock_sdpa, **given)
+    assert torch.equal(found, stock_sdpa(module, query, keys, values, None)[0])
 
 
 @pytest.mark.parametrize(("kernels", "dim"), [("reference", 24), ("auto", 32)], indirect=["kernels"])

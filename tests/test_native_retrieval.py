@@ -25,13 +25,13 @@ def numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_near(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
-    """To `tolerance` of the largest finite number; what is infinite is so in both."""
+def assert_near(found: Tensor, wanted: Tensor, tolerance: float = 1e-5, least: float = 1e-3) -> None:
+    """To `tolerance` of the largest finite number, or of `least`; what is infinite is so in both."""
     finite = wanted.isfinite()
     assert found.shape == wanted.shape and torch.equal(found.isfinite(), finite)
     if bool(finite.any()):
         most = float(wanted[finite].abs().max())
-        assert float((found.double() - wanted)[finite].abs().max()) <= tolerance * max(most, 1e-3)
+        assert float((found.double() - wanted)[finite].abs().max()) <= tolerance * max(most, least)
 
 
 # Top-k.
@@ -169,7 +169,8 @@ def test_scores_of_a_group_become_one(path, seed, heads, group, n, mode, hidden,
     if hidden is not None:
         scores[numbers(seed + 1, heads, group, n) > 0] = hidden
         scores[0, 0] = hidden
-    assert_near(combined(path, scores, mode, threads), expected_combined(scores, mode))
+    least = 1 if mode == "sum" else 1e-3  # sums may cancel
+    assert_near(combined(path, scores, mode, threads), expected_combined(scores, mode), least=least)
 
 
 @paths
@@ -223,9 +224,11 @@ def channel_scores(path: str, query: Tensor, keys: Tensor, scale: Tensor | None,
     return out
 
 
-def expected_channel_scores(query: Tensor, keys: Tensor, scale: Tensor | None, channels: Tensor) -> Tensor:
+def assert_channel_scores(found: Tensor, query: Tensor, keys: Tensor, scale: Tensor | None, channels: Tensor) -> None:
+    """Equal to float64, up to a small part of the terms of each sum."""
     picked = query.double().gather(2, channels.long()[:, None].expand(-1, query.shape[1], -1))
-    return picked @ (keys.double() if scale is None else keys.double() * scale.double()[..., None])
+    numbers = keys.double() if scale is None else keys.double() * scale.double()[..., None]
+    assert bool(((found.double() - picked @ numbers).abs() <= 2e-6 * (picked.abs() @ numbers.abs())).all())
 
 
 def keys_of(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -251,7 +254,7 @@ def test_scores_on_chosen_channels_equal_float64(path, seed, heads, group, dim, 
     scale = numbers(seed + 2, heads, count).abs() if scaled else None
     channels = torch.randint(dim, (heads, count), generator=torch.Generator().manual_seed(seed)).to(whole)
     found = channel_scores(path, query, keys, scale, channels)
-    assert_near(found, expected_channel_scores(query, keys, scale, channels))
+    assert_channel_scores(found, query, keys, scale, channels)
 
 
 @paths
@@ -264,7 +267,7 @@ def test_keys_by_channel_may_lie_apart_and_threads_change_nothing(path, dtype):
     _native.channel_scores(path, query, keys, None, channels, one, 1)
     _native.channel_scores(path, query, keys, None, channels, other, 3)
     assert torch.equal(one, other)
-    assert_near(one, expected_channel_scores(query, keys, None, channels))
+    assert_channel_scores(one, query, keys, None, channels)
 
 
 @paths
@@ -360,7 +363,7 @@ def test_attention_over_chosen_rows_equals_float64(path, seed, heads, group, key
     out, lse = gather_attend(path, query, keys, values, index, 0.2)
     wanted, wanted_lse = expected_gather(query, keys, values, index, 0.2)
     assert_near(out, wanted, 1e-4)
-    assert_near(lse, wanted_lse)
+    assert_near(lse, wanted_lse, least=1)  # its terms may cancel
 
 
 @paths
@@ -380,7 +383,7 @@ def test_one_mapped_file_serves_keys_and_values_and_only_chosen_rows_are_read(pa
     keys, values = rows.permute(1, 2, 0, 3)
     wanted, wanted_lse = expected_gather(query, keys, values, chosen, 0.125)
     assert_near(out, wanted, 1e-4)
-    assert_near(lse, wanted_lse)
+    assert_near(lse, wanted_lse, least=1)  # its terms may cancel
 
 
 @paths

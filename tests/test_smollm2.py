@@ -118,7 +118,7 @@ class Poll(threading.Thread):
 
 @pytest.mark.parametrize(
     ("kernels", "tokens", "mebibytes", "most_kept"),
-    [("reference", 8000, 48, 1200), ("auto", 600, 12, 300)],
+    [("reference", 8000, 48, 1200), ("auto", 400, 10, 250)],
     indirect=["kernels"],
 )
 def test_a_hard_budget_holds_at_every_moment_of_a_long_prefill(smollm2, kernels, tokens, mebibytes, most_kept):
