@@ -154,7 +154,7 @@ def mass(
     (B, Hq, length) float32, in the order of segments and tail.
     """
     w = weighing
-    out = torch.zeros(query.shape[0], query.shape[1], length)
+    out = torch.zeros(query.shape[0], query.shape[1], length, device=query.device)
     _module().mass(
         path, rows, _with_unit_stride(query), out, None if sinks is None else sinks.detach().float(), w.scale,
         w.softcap, w.causal, w.window, w.first, w.mask, w.bias, torch.get_num_threads(),
@@ -282,10 +282,11 @@ def pack(path: str, x: Tensor, fmt: PackedFormat, values: bool) -> Arranged | No
     heads, length, dim = x.shape
     blocks = length // GROUP_TOKENS
     planes = tuple(
-        torch.empty(heads, blocks, block_bytes(width, dim, values), dtype=torch.uint8) for width in plane_bits(fmt.bits)
+        torch.empty(heads, blocks, block_bytes(width, dim, values), dtype=torch.uint8, device=x.device)
+        for width in plane_bits(fmt.bits)
     )
     rows = (dim // fmt.group, GROUP_TOKENS) if fmt.axis == "token" else (GROUP_TOKENS // fmt.group, dim)
-    scale, zero = (torch.empty(heads, blocks, *rows, dtype=torch.float16) for _ in range(2))
+    scale, zero = (torch.empty(heads, blocks, *rows, dtype=torch.float16, device=x.device) for _ in range(2))
     _module().pack(
         path, x, fmt.bits, fmt.group, fmt.axis == "channel", fmt.rotated, values, fmt.levels, list(planes), scale, zero,
         threads,
@@ -295,7 +296,7 @@ def pack(path: str, x: Tensor, fmt: PackedFormat, values: bool) -> Arranged | No
 
 def unpack(path: str, codes: Arranged) -> Tensor:
     """The numbers that arranged codes stand for, not rotated: fp32 (H, n, D)."""
-    out = torch.empty(codes.heads, codes.length, codes.dim)
+    out = torch.empty(codes.heads, codes.length, codes.dim, device=codes.scale.device)
     _module().unpack(path, hand_codes(codes), out, torch.get_num_threads(), codes.format.rotated)
     return out
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvtailor._compat import stock_sdpa
 from kvtailor.kernels import native
 from kvtailor.layers.base import Stock, TailoredLayer, batch_indices
 from kvtailor.layers.call import Call
@@ -71,16 +72,18 @@ class FullLayer(TailoredLayer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention over everything held."""
         with self.step.timing("attention_seconds"):
-            if self.path is not None and self._suits_native(query, given):
+            if self.path is not None and self._suits_native(query, stock, given):
                 call = Call.of(module, query, mask, self.seen - query.shape[2], self.place.cross, **given)
                 return self._attend_natively(self.path, query, call), None
             key, value = self._read()
             return stock(module, query, key, value, mask, **given)
 
-    def _suits_native(self, query: torch.Tensor, given: dict[str, Any]) -> bool:
+    def _suits_native(self, query: torch.Tensor, stock: Stock, given: dict[str, Any]) -> bool:
         few = query.shape[1] // self._keys.shape[1] * query.shape[2] <= native.MOST_ROWS
         plain = not given.get("output_attentions") and not (query.requires_grad and torch.is_grad_enabled())
-        return few and plain and self.seen > query.shape[2]
+        # SDPA passes over sinks, and on older releases over soft caps: so does the default cache under it.
+        heard = stock is not stock_sdpa or (given.get("softcap") is None and given.get("s_aux") is None)
+        return few and plain and heard and self.seen > query.shape[2]
 
     def _attend_natively(self, path: str, query: torch.Tensor, call: Call) -> torch.Tensor:
         batch, query_heads, count, _ = query.shape
