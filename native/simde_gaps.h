@@ -25,6 +25,13 @@ inline __m512 cvtph_ps(__m256i a) {
     return out.all;
 }
 
+template <int ROUNDING>
+inline __m256i cvtps_ph(__m512 a) {
+    Numbers in;
+    in.all = a;
+    return _mm256_set_m128i(_mm256_cvtps_ph(in.half[1], ROUNDING), _mm256_cvtps_ph(in.half[0], ROUNDING));
+}
+
 inline __m512 cvtepi32_ps(__m512i a) {
     Whole in;
     in.all = a;
@@ -67,6 +74,7 @@ inline Register narrowed(__m512i a) {
 
 // Macros, because the compiler's own header declares these names for processors that have AVX-512.
 #define _mm512_cvtph_ps(a) kvtailor::gaps::cvtph_ps(a)
+#define _mm512_cvtps_ph(a, rounding) kvtailor::gaps::cvtps_ph<(rounding) & 7>(a)
 #define _mm512_cvtepi32_ps(a) kvtailor::gaps::cvtepi32_ps(a)
 #define _mm512_cvtps_epi32(a) kvtailor::gaps::cvtps_epi32(a)
 #define _mm512_cvtepu16_epi32(a) kvtailor::gaps::cvtepu16_epi32(a)
