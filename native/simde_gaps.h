@@ -55,6 +55,39 @@ inline __m512i cvtepu16_epi32(__m256i a) {
     return out.all;
 }
 
+inline __m512i cvtepu8_epi32(__m128i a) {
+    Whole out;
+    out.half[0] = _mm256_cvtepu8_epi32(a);
+    out.half[1] = _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8));
+    return out.all;
+}
+
+inline __m512i cvtepi8_epi32(__m128i a) {
+    Whole out;
+    out.half[0] = _mm256_cvtepi8_epi32(a);
+    out.half[1] = _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8));
+    return out.all;
+}
+
+template <int CHOICE>
+inline __m512 shuffle_f32x4(__m512 a, __m512 b) {
+    float from[2][16], to[16];
+    std::memcpy(from[0], &a, sizeof(a));
+    std::memcpy(from[1], &b, sizeof(b));
+    for (int i = 0; i < 4; i++) std::memcpy(to + 4 * i, from[i / 2] + 4 * (CHOICE >> (2 * i) & 3), 16);
+    __m512 out;
+    std::memcpy(&out, to, sizeof(out));
+    return out;
+}
+
+template <int COUNT>
+inline __m512i srai_epi32(__m512i a) {
+    Whole out;
+    out.all = a;
+    for (__m256i& half : out.half) half = _mm256_srai_epi32(half, COUNT);
+    return out.all;
+}
+
 // The low bits of each lane.
 template <typename Narrow, typename Register>
 inline Register narrowed(__m512i a) {
@@ -78,5 +111,9 @@ inline Register narrowed(__m512i a) {
 #define _mm512_cvtepi32_ps(a) kvtailor::gaps::cvtepi32_ps(a)
 #define _mm512_cvtps_epi32(a) kvtailor::gaps::cvtps_epi32(a)
 #define _mm512_cvtepu16_epi32(a) kvtailor::gaps::cvtepu16_epi32(a)
+#define _mm512_cvtepu8_epi32(a) kvtailor::gaps::cvtepu8_epi32(a)
+#define _mm512_cvtepi8_epi32(a) kvtailor::gaps::cvtepi8_epi32(a)
+#define _mm512_shuffle_f32x4(a, b, choice) kvtailor::gaps::shuffle_f32x4<(choice)>(a, b)
+#define _mm512_srai_epi32(a, count) kvtailor::gaps::srai_epi32<(count)>(a)
 #define _mm512_cvtepi32_epi8(a) kvtailor::gaps::narrowed<unsigned char, __m128i>(a)
 #define _mm512_cvtepi32_epi16(a) kvtailor::gaps::narrowed<unsigned short, __m256i>(a)
