@@ -264,8 +264,8 @@ def test_a_filled_cache_answers_as_after_its_prompt(tiny: Path, plan: str) -> No
     cache = KVCache(loaded.model, plan)
     with attach(loaded.model, plan):
         loaded.model(stepper.ids[:, :context], **{stepper.cache_argument: cache})
-        stepper.step(cache)  # filling took a step to compare
-        assert torch.allclose(stepper.step(filled.cache), stepper.step(cache), atol=1e-4)
+        stepper.step(stepper.model, cache)  # filling took a step to compare
+        assert torch.allclose(stepper.step(stepper.model, filled.cache), stepper.step(stepper.model, cache), atol=1e-4)
 
 
 @pytest.mark.parametrize("plan", ["h2o:64", "snapkv:64", "adakv:25%", "fifo:32KiB", "int4"])
@@ -276,7 +276,7 @@ def test_a_filled_cache_holds_what_a_prompt_leaves(tiny: Path, plan: str) -> Non
     cache = KVCache(loaded.model, plan)
     with attach(loaded.model, plan):
         loaded.model(stepper.ids[:, :context], **{stepper.cache_argument: cache})
-        stepper.step(cache)
+        stepper.step(stepper.model, cache)
     held, expected = filled.cache.report(), cache.report()
     assert (held.tokens_seen, held.tokens_kept, held.bytes_held) == (
         context + 1,
