@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "core.h"
+#include "half.h"
 
 namespace kvtailor {
 namespace {
@@ -65,24 +66,11 @@ inline F where_greater(F x, F y, F a, F b) {
     return each([&](int i) { return x.v[i] > y.v[i] ? a.v[i] : b.v[i]; });
 }
 
-inline float from_bits(std::uint32_t bits) {
-    float out;
-    std::memcpy(&out, &bits, sizeof out);
-    return out;
-}
-inline float half(std::uint16_t h) {
-    const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000) << 16;
-    const std::uint32_t rest = static_cast<std::uint32_t>(h & 0x7fff) << 13;
-    if (rest >= 0x0f800000) return from_bits(sign | 0x7f800000 | (rest & 0x7fffff));  // infinite, or not a number
-    // Moved to the range of fp32 by a product, which also makes small halves normal.
-    const float moved = from_bits(rest) * from_bits(0x77800000);
-    return sign ? -moved : moved;
-}
 inline F load_half(const std::uint16_t* p) {
-    return each([&](int i) { return half(p[i]); });
+    return each([&](int i) { return from_half(p[i]); });
 }
 inline F load_brain(const std::uint16_t* p) {
-    return each([&](int i) { return from_bits(static_cast<std::uint32_t>(p[i]) << 16); });
+    return each([&](int i) { return from_brain(p[i]); });
 }
 
 inline float sum(F a) { return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7])); }
@@ -101,7 +89,7 @@ inline void sum4(F a, F b, F c, F d, float* out) {
 
 // 2^n for whole n in -126 ... 127.
 inline F power_of_two(F n) {
-    return each([&](int i) { return from_bits(static_cast<std::uint32_t>(static_cast<int>(n.v[i]) + 127) << 23); });
+    return each([&](int i) { return float_of(static_cast<std::uint32_t>(static_cast<int>(n.v[i]) + 127) << 23); });
 }
 
 // W whole numbers in 0 ... 255, or -128 ... 127, as bytes.
@@ -201,7 +189,7 @@ inline std::uint16_t half_down(float x) {
     std::uint32_t cut;
     bool exact;
     if (rest < 0x38800000) {  // small halves count in steps of 2^-24
-        const float steps = from_bits(rest) * 16777216.0f;
+        const float steps = float_of(rest) * 16777216.0f;
         cut = static_cast<std::uint32_t>(steps);
         exact = static_cast<float>(cut) == steps;
     } else {

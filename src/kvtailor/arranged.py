@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtailor.errors import CacheError
-from kvtailor.formats import GROUP_TOKENS, Packed, PackedFormat, plane_bits, read_plane
+from kvtailor.formats import GROUP_TOKENS, Coded, Packed, PackedFormat, plane_bits, read_plane, write_plane
 
 _OUTPUTS = 16  # of a line
 _QUAD = 4  # numbers that a line contracts at a time
@@ -18,7 +18,7 @@ MOST_DIM = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Arranged:
+class Arranged(Coded):
     """n tokens of `dim` channels for H heads: the same codes, scales and zeros as a `Packed`, in another order.
 
     A line of 64 bytes belongs to 16 outputs and packs 8 / b quads of contracted codes into the bits of its bytes: byte
@@ -46,25 +46,6 @@ class Arranged:
     zero: Tensor
     outlier_channels: Tensor | None = None
     outliers: Tensor | None = None
-
-    @property
-    def heads(self) -> int:
-        """Heads held."""
-        return self.planes[0].shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Iterate over every tensor held, in the order of `Packed.tensors`."""
-        yield from self.planes
-        yield self.scale
-        yield self.zero
-        if self.outlier_channels is not None and self.outliers is not None:
-            yield self.outlier_channels
-            yield self.outliers
 
     def narrow(self, length: int) -> Arranged:
         """Return the first `length` tokens as views; a block that is cut stays whole underneath.
@@ -132,7 +113,7 @@ class Arranged:
         planes = []
         for plane, width in zip(self.planes, plane_bits(self.format.bits), strict=True):
             codes = _codes_of_lines(plane, width, self.dim, self.values)  # (H, blocks, 64, D)
-            planes.append(_bytes_of_codes(codes.flatten(1, 2)[:, : self.length], width))
+            planes.append(write_plane(codes.flatten(1, 2)[:, : self.length], width))
         if self.format.axis == "token":
             scale, zero = (part.mT.flatten(1, 2)[:, : self.length] for part in (self.scale, self.zero))
         else:
@@ -224,11 +205,3 @@ def _codes_of_lines(plane: Tensor, width: int, dim: int, values: bool) -> Tensor
     codes = (lines.unsqueeze(-2) >> shifts) & ((1 << width) - 1)  # (H, b, groups, lines, 16, slots, 4)
     spread = codes.permute(0, 1, 2, 4, 3, 5, 6).flatten(4).flatten(2, 3)  # (H, b, outputs, contracted)
     return spread.mT if values else spread[..., :dim]
-
-
-def _bytes_of_codes(codes: Tensor, width: int) -> Tensor:
-    """(H, n, D) to the canonical (H, n, ceil(D * width / 8))."""
-    slots = 8 // width
-    filled = functional.pad(codes, (0, -codes.shape[-1] % slots)).unflatten(-1, (-1, slots))
-    shifts = width * torch.arange(slots, device=codes.device, dtype=torch.uint8)
-    return (filled << shifts).sum(dim=-1, dtype=torch.uint8)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvtailor.errors import CacheError, PlanError
 
@@ -112,8 +113,47 @@ def read_plane(plane: Tensor, width: int, dim: int) -> Tensor:
     return codes.flatten(-2)[..., :dim]
 
 
+def write_plane(codes: Tensor, width: int) -> Tensor:
+    """Write one plane; the inverse of `read_plane`: uint8 (..., dim) to uint8 (..., ceil(dim * width / 8))."""
+    if width == 8:
+        return codes
+    per_byte = 8 // width
+    codes = functional.pad(codes, (0, -codes.shape[-1] % per_byte))
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
+    return (codes.unflatten(-1, (-1, per_byte)) << shifts).sum(-1, dtype=torch.uint8)
+
+
+class Coded:
+    """What packed tokens have whatever the order of their codes: planes, scales, zeros, and outliers if any."""
+
+    planes: tuple[Tensor, ...]
+    scale: Tensor
+    zero: Tensor
+    outlier_channels: Tensor | None
+    outliers: Tensor | None
+
+    @property
+    def heads(self) -> int:
+        """Heads held."""
+        return self.planes[0].shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors: codes, scales, zeros, outliers and their channel numbers."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Iterate over every tensor held: planes, scale, zero, then outlier channels and outliers if any."""
+        yield from self.planes
+        yield self.scale
+        yield self.zero
+        if self.outlier_channels is not None and self.outliers is not None:
+            yield self.outlier_channels
+            yield self.outliers
+
+
 @dataclass(frozen=True, eq=False)
-class Packed:
+class Packed(Coded):
     """n tokens of `dim` channels for H heads, written in `format`.
 
     Within a token the codes follow the channels, low bits first: the code of channel c starts at bit (c * b) % 8 of
@@ -141,25 +181,6 @@ class Packed:
     def length(self) -> int:
         """Tokens held."""
         return self.planes[0].shape[1]
-
-    @property
-    def heads(self) -> int:
-        """Heads held."""
-        return self.planes[0].shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors: codes, scales, zeros, outliers and their channel numbers."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Iterate over every tensor held: planes, scale, zero, then outlier channels and outliers if any."""
-        yield from self.planes
-        yield self.scale
-        yield self.zero
-        if self.outlier_channels is not None and self.outliers is not None:
-            yield self.outlier_channels
-            yield self.outliers
 
     def slice(self, start: int, stop: int) -> Packed:
         """Return tokens `start` to `stop` as views.

@@ -121,7 +121,7 @@ def attend(
     query : (B, Hq, q, Dk).
     out : (B, Hq, q, Dv), written; zero for a query that may see nothing.
     weighing : how products become logits.
-    sinks : (Hq,) float32 logits without a value, or None.
+    sinks : (Hq,) logits without a value, or None.
     lse : (B, Hq, q) float32 that log-sum-exp without sinks is written to, or None.
     precision : of attention on codes: "exact" takes 16-bit queries and weights, "default" 16-bit queries and 8-bit
         weights, "fast" 8 bits for both.
@@ -133,8 +133,8 @@ def attend(
     """
     w = weighing
     _module().attend(
-        path, rows, _with_unit_stride(query), out, lse, sinks, w.scale, w.softcap, w.causal, w.window, w.first, w.mask,
-        w.bias, precision, torch.get_num_threads(),
+        path, rows, _with_unit_stride(query), out, lse, _in_fp32(sinks), w.scale, w.softcap, w.causal, w.window,
+        w.first, w.mask, w.bias, precision, torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def mass(
     w = weighing
     out = torch.zeros(query.shape[0], query.shape[1], length, device=query.device)
     _module().mass(
-        path, rows, _with_unit_stride(query), out, None if sinks is None else sinks.detach().float(), w.scale,
+        path, rows, _with_unit_stride(query), out, _in_fp32(sinks), w.scale,
         w.softcap, w.causal, w.window, w.first, w.mask, w.bias, torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -299,6 +299,10 @@ def unpack(path: str, codes: Arranged) -> Tensor:
     out = torch.empty(codes.heads, codes.length, codes.dim, device=codes.scale.device)
     _module().unpack(path, hand_codes(codes), out, torch.get_num_threads(), codes.format.rotated)
     return out
+
+
+def _in_fp32(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.detach().float()
 
 
 def _with_unit_stride(query: Tensor) -> Tensor:

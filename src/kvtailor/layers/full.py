@@ -88,10 +88,9 @@ class FullLayer(TailoredLayer):
     def _attend_natively(self, path: str, query: torch.Tensor, call: Call) -> torch.Tensor:
         batch, query_heads, count, _ = query.shape
         out = query.new_empty(batch, count, query_heads, self._values.shape[-1])
-        sinks = None if call.sinks is None else call.sinks.detach().float()
         lengths = [self.seen] * self._keys.shape[1]
         rows: list[native.Row] = [([], tail, lengths) for tail in self._tails()]
-        native.attend(path, rows, query.detach(), out.transpose(1, 2), call.weighing(), sinks)
+        native.attend(path, rows, query.detach(), out.transpose(1, 2), call.weighing(), call.sinks)
         return out
 
     def _tails(self) -> list[Any]:

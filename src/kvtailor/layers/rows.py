@@ -233,10 +233,15 @@ class RowsLayer(TailoredLayer):
     def _attend_natively(self, path: str, query: torch.Tensor, call: Call) -> torch.Tensor:
         batch, query_heads, count, _ = query.shape
         out = query.new_empty(batch, count, query_heads, self.dims[1])
-        sinks = None if call.sinks is None else call.sinks.detach().float()
         rows = [self.handed(row) for row in self.rows]
         native.attend(
-            path, rows, query.detach(), out.transpose(1, 2), call.weighing(), sinks, precision=self.plan.form.precision
+            path,
+            rows,
+            query.detach(),
+            out.transpose(1, 2),
+            call.weighing(),
+            call.sinks,
+            precision=self.plan.form.precision,
         )
         return out
 

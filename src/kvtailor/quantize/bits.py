@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
-from kvtailor.formats import plane_bits, unpack_codes
+from kvtailor.formats import plane_bits, unpack_codes, write_plane
 
 __all__ = ["pack_codes", "unpack_codes"]
 
@@ -25,15 +23,6 @@ def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, ...]:
     """
     widths = plane_bits(bits)
     if len(widths) == 1:
-        return (_write_plane(codes, bits),)
+        return (write_plane(codes, bits),)
     low, high = widths
-    return _write_plane(codes & ((1 << low) - 1), low), _write_plane(codes >> low, high)
-
-
-def _write_plane(codes: Tensor, width: int) -> Tensor:
-    if width == 8:
-        return codes
-    per_byte = 8 // width
-    codes = functional.pad(codes, (0, -codes.shape[-1] % per_byte))
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
-    return (codes.unflatten(-1, (-1, per_byte)) << shifts).sum(-1, dtype=torch.uint8)
+    return write_plane(codes & ((1 << low) - 1), low), write_plane(codes >> low, high)

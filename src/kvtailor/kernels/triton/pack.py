@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtailor.formats import Packed, PackedFormat, plane_bits
+from kvtailor.formats import Packed, PackedFormat, half_limit, plane_bits
 from kvtailor.kernels.triton.check import check_pack
 from kvtailor.kernels.triton.launch import Launch
 
-_HALF_LIMIT = 60000.0
 _TILE_NUMBERS = 4096
 
 
@@ -102,10 +101,9 @@ def room(x: Tensor, fmt: PackedFormat, scale_dtype: torch.dtype) -> Packed:
 
 
 def _scale_dtype(x: Tensor, fmt: PackedFormat) -> torch.dtype:
-    limit = _HALF_LIMIT if fmt.bits > 1 else _HALF_LIMIT / 2
     growth = (x.shape[2] & -x.shape[2]) ** 0.5 if fmt.rotated else 1.0  # the most that a rotation enlarges a number
     least, most = x.aminmax()
-    return torch.float16 if max(-float(least), float(most)) * growth <= limit else torch.bfloat16
+    return torch.float16 if max(-float(least), float(most)) * growth <= half_limit(fmt) else torch.bfloat16
 
 
 @triton.jit
