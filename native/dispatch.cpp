@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t LEAST_BLOCKS = 16;   // of a stretch that a thread takes
 constexpr int QUERIES_AT_ONCE = 256;        // of a long prompt that share a block in fp32
-constexpr double WORK_OF_THREADS = 3e5;     // tokens times rows below which one thread is faster
+constexpr double WORK_OF_THREADS = 4e4;     // tokens times rows below which one thread is faster
 
 struct Candidate {
     const Kernels* kernels;

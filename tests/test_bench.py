@@ -227,6 +227,16 @@ def test_ratios_are_of_processor_time_at_one_thread_and_of_wall_time_at_more(thr
     assert other.speedup(None) is None
 
 
+def test_prompts_are_read_with_each_plan_and_compared_with_the_default_cache(tiny: Path) -> None:
+    options = ("--steps-only", "--context", 8, "--prompt", 300, "--plan", "full", "--plan", "fifo:64", "--repeats", 1)
+    rows = json.loads(printed("--json", "--model", tiny, "--threads", 1, *options))["prompts"]
+    assert [(row["plan"], row["tokens"], row["threads"]) for row in rows] == [
+        (name, 300, 1) for name in ("default", "full", "fifo:64")
+    ]
+    assert rows[0]["over_default"] == 1.0 and all(row["over_default"] > 0 and row["ms"] > 0 for row in rows)
+    assert "Prompts, 300 tokens" in printed("--model", tiny, "--threads", 1, *options)
+
+
 @pytest.mark.parametrize("tokens", [1, 100, 128, 300])
 def test_packed_and_dense_layers_hold_the_same_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     monkeypatch.setattr("kvtailor.bench.layer.RANDOM_TOKENS", 128)
@@ -318,6 +328,8 @@ def test_more_tokens_than_positions_are_named(tiny: Path) -> None:
     line = refused("--steps-only", "--model", tiny, "--context", LIMIT, "--threads", 1, "--repeats", 1)
     assert "--context 768 and 3 steps are beyond the 768 positions" in line
     assert "allowed are 1 to 765" in line
+    line = refused("--steps-only", "--model", tiny, "--context", 8, "--prompt", LIMIT + 1, "--threads", 1)
+    assert "--prompt 769 is beyond the 768 positions" in line
 
 
 @pytest.mark.parametrize(
@@ -344,7 +356,7 @@ def test_other_engines_stand_beside_the_default_cache() -> None:
     """Their speedups are over the default cache, of processor times at one thread where they are known."""
     default = StepRow("default", 64, 1, 8.0, 6.0, 1.0, None, None)
     unknown = PeerRow(**(PEER | {"engine": "unknown", "cpu_ms": None}))
-    bench = Bench([], [default], [PeerRow(**PEER), unknown], "tiny", "float32", 1, {"cores": 2}, [])
+    bench = Bench([], [default], [], [PeerRow(**PEER), unknown], "tiny", "float32", 1, {"cores": 2}, [])
     text = as_markdown(bench)
     assert "| other | 8-bit | 4-bit | 2.50 | 2.00 | 3.00x |" in text
     assert "| unknown | 8-bit | 4-bit | 2.50 | - | 3.20x |" in text

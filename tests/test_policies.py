@@ -24,6 +24,7 @@ from kvtailor.layers.full import FullLayer
 from kvtailor.plan import Keep, LayerPlan, Plan
 from kvtailor.policies.base import Held
 from kvtailor.policies.registry import POLICY_NAMES, policy_class
+from kvtailor.policies.selection import strongest
 from reference import DrivenLayer, pyramid_capacities
 
 PROPERTY = settings(max_examples=4, deadline=None, derandomize=True)
@@ -236,6 +237,18 @@ def test_among_tokens_last_used_at_the_same_time_the_older_one_leaves(tokens, to
         lru.feed(count)
         fifo.feed(count)
         assert lru.kept() == fifo.kept()
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.integers(2, 12), drop=st.integers(1, 2), seed=st.integers(0, 99))
+def test_the_weakest_leave_and_of_equals_the_older(tokens, drop, seed):
+    """However many leave: one, as in a decode step, or more."""
+    scores = torch.randint(0, 4, (3, tokens), generator=torch.Generator().manual_seed(seed)).float()
+    capacity = max(0, tokens - drop)
+    kept = strongest(scores, [tokens] * 3, [capacity] * 3)
+    for head, index in enumerate(kept):
+        order = sorted(range(tokens), key=lambda token: (float(scores[head, token]), token))
+        assert index.tolist() == sorted(order[tokens - capacity :])
 
 
 def test_equal_importance_goes_against_the_older_token():

@@ -70,12 +70,32 @@ class StepRow:
 
 
 @dataclass(frozen=True)
+class PromptRow:
+    """A prompt read in float32 with one cache.
+
+    Attributes
+    ----------
+    plan : as in a :class:`StepRow`.
+    tokens : length of the prompt.
+    threads, ms, cpu_ms : as in a :class:`KernelRow`.
+    over_default : time as a multiple of the default cache's; of processor times at one thread, of wall times at more.
+    """
+
+    plan: str
+    tokens: int
+    threads: int
+    ms: float
+    cpu_ms: float
+    over_default: float
+
+
+@dataclass(frozen=True)
 class Bench:
     """All that was measured.
 
     Attributes
     ----------
-    kernels, steps : the rows; either may be empty.
+    kernels, steps, prompts : the rows; any may be empty.
     peers : rows of other engines, as they were given.
     model, dtype : whose steps were timed; dtype of the weights and of what is not packed.
     repeats : rounds.
@@ -85,6 +105,7 @@ class Bench:
 
     kernels: list[KernelRow]
     steps: list[StepRow]
+    prompts: list[PromptRow]
     peers: list[PeerRow]
     model: str
     dtype: str

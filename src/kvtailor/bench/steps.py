@@ -91,9 +91,8 @@ def measure_steps(
     Raises
     ------
     KVTailorError
-        If the model has too few positions, or layers that cannot be filled.
+        If the model has layers that cannot be filled.
     """
-    _check_positions(loaded, contexts, steps=1 + len(threads) * (1 + repeats))
     stepper = Stepper(loaded, compiled)
     rows: list[StepRow] = []
     notes: dict[str, None] = {}
@@ -122,11 +121,13 @@ def measure_steps(
     return rows, list(notes)
 
 
-def _check_positions(loaded: Loaded, contexts: Sequence[int], steps: int) -> None:
+def check_positions(loaded: Loaded, option: str, tokens: int, steps: int = 0) -> None:
+    """Raise KVTailorError if a model has no positions for ``tokens``, as ``option`` asks, and ``steps`` more."""
     limit = length_limit(loaded.model.config)
-    if limit is not None and max(contexts) + steps > limit:
+    if limit is not None and tokens + steps > limit:
+        behind = f" and {steps} steps are" if steps else " is"
         raise KVTailorError(
-            f"--context {max(contexts)} and {steps} steps are beyond the {limit} positions of model {loaded.name!r}: "
+            f"{option} {tokens}{behind} beyond the {limit} positions of model {loaded.name!r}: "
             f"allowed are 1 to {limit - steps}"
         )
 
@@ -145,7 +146,7 @@ class Stepper:
         self.config = _compat.decoder_config(self.model.config)
         parameters = inspect.signature(self.model.forward).parameters
         self.cache_argument = _compat.output_cache_argument(parameters)
-        self.ids = _text_ids(loaded)
+        self.ids = text_ids(loaded, min(TEXT_TOKENS, length_limit(loaded.model.config) or TEXT_TOKENS))
         self.token = self.ids[:, -1:]
         self.text = self._keys_and_values(self.ids)
         # A model of its own, whose plan stays on: one graph serves the caches of all plans.
@@ -247,12 +248,11 @@ class Stepper:
         return float((found - wanted).norm() / wanted.norm())
 
 
-def _text_ids(loaded: Loaded) -> Tensor:
-    """The first tokens of a text, (1, n)."""
-    text = "\n\n".join(islice(paragraphs(), TEXT_TOKENS // 8))
+def text_ids(loaded: Loaded, count: int) -> Tensor:
+    """``count`` tokens of a text, (1, count)."""
+    text = "\n\n".join(islice(paragraphs(), count // 8))
     ids: Tensor = loaded.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    most = min(TEXT_TOKENS, length_limit(loaded.model.config) or TEXT_TOKENS)
-    return ids[:, :most].to(loaded.model.device)
+    return ids.repeat(1, -(-count // ids.shape[1]))[:, :count].to(loaded.model.device)
 
 
 def _no_attention(module: nn.Module, query: Tensor, *rest: Any, **given: Any) -> tuple[Tensor, None]:

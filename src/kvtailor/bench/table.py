@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from kvtailor.bench.peers import PeerRow
-from kvtailor.bench.result import DEFAULT, Bench, KernelRow, StepRow
+from kvtailor.bench.result import DEFAULT, Bench, KernelRow, PromptRow, StepRow
 
 NOTHING = "-"
 HOW = (
@@ -27,6 +27,10 @@ STEPS = (
     "Speedups over Transformers' default cache at the same length. Error: distance of the logits from those of exact "
     "attention over the same stored numbers; at full it is what rounding alone makes of them. Medians leave out the "
     "one step in 64 in which a packed cache packs a block."
+)
+PROMPTS = (
+    "Prompts of a text read by {model} in float32 with a fresh cache, as a multiple of the time that Transformers' "
+    "default cache takes."
 )
 
 
@@ -49,15 +53,16 @@ class Grid:
 
 
 def grids(bench: Bench) -> list[Grid]:
-    """All tables of a benchmark: kernels by length, steps by number of threads with the other engines beside them."""
-    return [*_kernel_grids(bench.kernels), *_step_grids(bench)]
+    """All tables: kernels by length, steps by number of threads with the other engines beside them, prompts."""
+    return [*_kernel_grids(bench.kernels), *_step_grids(bench), *_prompt_grids(bench.prompts)]
 
 
 def captions(bench: Bench) -> list[str]:
     """What the numbers are, and what could not be measured, a line each."""
-    lines = [HOW.format(repeats=bench.repeats)] if bench.kernels or bench.steps else []
+    lines = [HOW.format(repeats=bench.repeats)] if bench.kernels or bench.steps or bench.prompts else []
     lines += [KERNELS] if bench.kernels else []
     lines += [STEPS.format(model=bench.model, dtype=bench.dtype)] if bench.steps else []
+    lines += [PROMPTS.format(model=bench.model)] if bench.prompts else []
     return [*lines, *(f"{note}." for note in bench.notes)]
 
 
@@ -166,6 +171,18 @@ def _peer_cells(row: PeerRow, base: StepRow | None) -> tuple[str, str, str]:
         by_cpu = row.threads == 1 and row.cpu_ms is not None
         speedup = (base.cpu_ms if by_cpu else base.ms) / row.fair_ms
     return _number(row.ms), _number(row.cpu_ms), _ratio(speedup)
+
+
+def _prompt_grids(rows: Sequence[PromptRow]) -> Iterator[Grid]:
+    threads = list(dict.fromkeys(row.threads for row in rows))
+    columns = [("", "cache"), *((_threads(n), name) for n in threads for name in ("ms", "CPU ms", "of default"))]
+    for tokens in dict.fromkeys(row.tokens for row in rows):
+        lines: dict[str, list[str]] = {}
+        for row in rows:
+            if row.tokens == tokens:
+                cells = [_number(row.ms), _number(row.cpu_ms), _ratio(row.over_default)]
+                lines.setdefault(row.plan, []).extend(cells)
+        yield Grid(f"Prompts, {tokens} tokens", columns, [[name, *cells] for name, cells in lines.items()], 1)
 
 
 def _threads(count: int) -> str:

@@ -31,8 +31,12 @@ def bench(
         list[int] | None,
         typer.Option(parser=count, metavar="N", help="Cache lengths of steps, by default 16, 1024 and 8000."),
     ] = None,
+    prompt: Annotated[
+        list[int] | None,
+        typer.Option(parser=count, metavar="N", help="Lengths of prompts to be read, in float32; by default none."),
+    ] = None,
     plan: Annotated[
-        list[str] | None, typer.Option(help="Plans of steps, by default full, int8, int4, int2, int1 and snapkv:1024.")
+        list[str] | None, typer.Option(help="Plans of steps and prompts, by default full, int8, int4, int2, int1, snapkv:1024.")
     ] = None,
     threads: Annotated[
         list[int] | None,
@@ -45,16 +49,16 @@ def bench(
         str, typer.Option(help="Of the model and of what is not packed: bfloat16, float32 or float16.")
     ] = "bfloat16",
     model: Annotated[str, typer.Option(help="Whose steps: a folder, a .gguf file, a hub name or smollm2.")] = "smollm2",
-    kernels_only: Annotated[bool, typer.Option("--kernels-only", help="Leave the steps out.")] = False,
+    kernels_only: Annotated[bool, typer.Option("--kernels-only", help="Leave steps and prompts out.")] = False,
     steps_only: Annotated[bool, typer.Option("--steps-only", help="Leave the kernels out.")] = False,
     compiled: Annotated[bool, typer.Option("--compiled", help="Time every plan with compiled steps as well.")] = False,
     peers: Annotated[list[Path] | None, typer.Option(help="JSON files with steps of other engines.")] = None,
     out: Annotated[Path | None, typer.Option(help="A folder for bench.json, bench.md and bench.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Time kernels beside PyTorch's attention, and decode steps beside Transformers' caches.
+    """Time kernels beside PyTorch's attention, and decode steps and prompts beside Transformers' caches.
 
-    --tokens, --context, --plan, --threads and --peers may be repeated.
+    --tokens, --context, --prompt, --plan, --threads and --peers may be repeated.
     """
     if kernels_only and steps_only:
         raise KVTailorError("--kernels-only and --steps-only leave nothing to measure: allowed is one of them")
@@ -69,6 +73,7 @@ def bench(
         request = run.Request(
             tokens=() if steps_only else unique(tokens) or run.TOKENS,
             contexts=() if kernels_only else unique(context) or run.CONTEXTS,
+            prompts=() if kernels_only else unique(prompt),
             plans=[Plan.of(name) for name in unique(plan) or run.PLANS],
             threads=checked_threads(unique(threads)),
             dtype=numbers,

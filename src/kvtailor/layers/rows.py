@@ -87,6 +87,7 @@ class RowsLayer(TailoredLayer):
         native_tail = self.path is not None
         self.rows = [Row(key_states[0], value_states[0], self.marked, native_tail) for _ in range(key_states.shape[0])]
         self._zero = torch.zeros(1, dtype=self.dtype, device=self.device)
+        self._first = torch.zeros(1, dtype=torch.long, device=self.device)
         self.is_initialized = True
 
     def check_sizes(self) -> None:
@@ -164,7 +165,7 @@ class RowsLayer(TailoredLayer):
 
     def _real_tokens(self, count: int, mask: torch.Tensor | None) -> list[torch.Tensor]:
         """Per row, the places among ``count`` new tokens that are no padding."""
-        every = torch.arange(count, device=self.device)
+        every = self._first if count == 1 else torch.arange(count, device=self.device)
         if mask is None:
             return [every] * len(self.rows)
         seen = mask[:, 0, :, -count:]  # (B or 1, q, n)
