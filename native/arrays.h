@@ -46,6 +46,14 @@ inline bool is_float(const Array& array) {
     return dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat) && dtype.bits == 16;
 }
 
+// Whether its bytes say yes or no.
+inline bool is_mask(const Array& array) {
+    const nb::dlpack::dtype dtype = array.dtype();
+    return dtype.bits == 8 && dtype.lanes == 1 &&
+           (dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bool) ||
+            dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::UInt));
+}
+
 inline Dtype dtype_of(const char* name, const Array& array) {
     if (!is_float(array)) refuse_all(name, ": dtype is not allowed; allowed: float32, float16 and bfloat16");
     if (array.dtype().bits == 32) return Dtype::f32;

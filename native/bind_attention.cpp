@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 #include <tuple>
+#include <utility>
 
 #include "bind.h"
 #include "codes.h"
@@ -20,21 +21,36 @@ using namespace nb::literals;
 namespace kvtailor {
 namespace {
 
+// `count` slots from `first` on must be numbers of 32 bits.
+void check_slots(std::int64_t first, std::int64_t count) {
+    constexpr std::int64_t LAST = std::numeric_limits<std::int32_t>::max();
+    if (first < 0 || first > LAST - count)
+        refuse_all("first slot is ", first, " for ", count, " tokens; allowed: 0 to ", LAST - count);
+}
+
+// The last of a head's slots; -1 of none. Kernels skip blocks by their first and their last slot, so they must ascend.
+std::int64_t last_of(const std::int32_t* slots, std::int64_t count) {
+    std::int64_t last = -1;
+    for (std::int64_t i = 0; i < count; ++i) {
+        if (slots[i] < 0) refuse_all("position ", slots[i], "; allowed: 0 or more");
+        if (slots[i] <= last) refuse_all("position ", slots[i], " behind ", last, "; allowed: ascending ones");
+        last = slots[i];
+    }
+    return last;
+}
+
 // Slots of tokens: int32 (n,), or those from `first` on.
 class Positions {
 public:
     Positions(std::optional<Array> array, std::int64_t first, std::int64_t length)
-        : array_(std::move(array)), first_(first), last_(first + length - 1) {
-        if (first < 0) refuse_all("first slot is ", first, "; allowed: 0 or more");
+        : array_(std::move(array)), first_(first) {
+        check_slots(first, length);
+        last_ = first + length - 1;
         if (!array_) return;
         check_kind("positions", *array_, nb::dlpack::dtype_code::Int, 32, "int32");
         check_shape("positions", *array_, {length});
         check_inner("positions", *array_, 1);
-        const std::int32_t* slots = data();
-        for (std::int64_t i = 0; i < length; ++i) {
-            if (slots[i] < 0) refuse_all("position ", slots[i], "; allowed: 0 or more");
-            last_ = i == 0 ? slots[i] : std::max<std::int64_t>(last_, slots[i]);
-        }
+        last_ = last_of(data(), length);
     }
     const std::int32_t* data() const { return array_ ? static_cast<const std::int32_t*>(array_->data()) : nullptr; }
     std::int64_t first() const { return first_; }
@@ -42,7 +58,7 @@ public:
 
 private:
     std::optional<Array> array_;
-    std::int64_t first_, last_;
+    std::int64_t first_, last_ = -1;
 };
 
 void check_pair(const Array& keys, const Array& values, std::size_t axes) {
@@ -67,6 +83,7 @@ public:
         check_pair(*keys_, *values_, 3);
         length_ = static_cast<std::int64_t>(keys_->shape(1));
         if (length_ < 1) refuse("a segment of 0 tokens; allowed: 1 or more");
+        if (heads() < 1) refuse("a segment of 0 heads; allowed: 1 or more");
     }
     PySegment(const PyCodes& keys, const PyCodes& values, std::optional<Array> positions, std::int64_t first)
         : key_codes_(keys), value_codes_(values), positions_(std::move(positions), first, keys.length()),
@@ -75,6 +92,7 @@ public:
         if (keys.heads() != values.heads() || keys.length() != values.length())
             refuse_all("packed keys of ", keys.heads(), " heads and ", keys.length(), " tokens with values of ",
                        values.heads(), " and ", values.length(), "; allowed: the same");
+        values.check_scales();
     }
 
     std::int64_t heads() const { return key_codes_ ? key_codes_->heads() : static_cast<std::int64_t>(keys_->shape(0)); }
@@ -127,6 +145,7 @@ public:
             if (starts_[h] < 0 || rooms_[h] < 0 || starts_[h] > rows() - rooms_[h])
                 refuse_all("head ", h, " owns rows ", starts_[h], " to ", starts_[h] + rooms_[h], " of ", rows(),
                            "; allowed: rows that are there");
+        check_rows_apart();
     }
 
     std::int64_t rows() const { return static_cast<std::int64_t>(keys_.shape(0)); }
@@ -146,12 +165,7 @@ public:
     std::int64_t last_slot(const std::vector<std::int64_t>& lengths) const {
         std::int64_t last = -1;
         for (std::size_t h = 0; h < lengths.size(); ++h)
-            for (std::int64_t i = 0; i < lengths[h]; ++i) {
-                const std::int64_t slot =
-                    positions_ ? static_cast<const std::int32_t*>(positions_->data())[starts_[h] + i] : i;
-                if (slot < 0) refuse_all("position ", slot, "; allowed: 0 or more");
-                last = std::max(last, slot);
-            }
+            last = std::max(last, positions_ ? last_of(slots() + starts_[h], lengths[h]) : lengths[h] - 1);
         return last;
     }
 
@@ -160,7 +174,7 @@ public:
         piece.length = length;
         piece.keys = {at(keys_, starts_[head] * keys_.stride(0)), keys_.stride(0), dtype_of("keys", keys_)};
         piece.values = {at(values_, starts_[head] * values_.stride(0)), values_.stride(0), dtype_of("values", values_)};
-        if (positions_) piece.positions = static_cast<const std::int32_t*>(positions_->data()) + starts_[head];
+        if (positions_) piece.positions = slots() + starts_[head];
         return piece;
     }
 
@@ -174,6 +188,7 @@ public:
         if (dtype_of("keys", keys) != dtype_of("keys", keys_) || dtype_of("values", values) != dtype_of("values", values_))
             refuse("appended tokens have another dtype than those held");
         check_lengths(lengths);
+        check_slots(first, count);
         for (std::int64_t h = 0; h < heads(); ++h)
             if (lengths[h] + count > rooms_[h])
                 refuse_all("head ", h, ": ", count, " tokens do not fit behind ", lengths[h], " of ", rooms_[h]);
@@ -181,8 +196,8 @@ public:
             copy(keys, keys_, h, starts_[h] + lengths[h]);
             copy(values, values_, h, starts_[h] + lengths[h]);
             if (!positions_) continue;
-            std::int32_t* slots = static_cast<std::int32_t*>(positions_->data()) + starts_[h] + lengths[h];
-            for (std::int64_t i = 0; i < count; ++i) slots[i] = static_cast<std::int32_t>(first + i);
+            std::int32_t* added = slots() + starts_[h] + lengths[h];
+            for (std::int64_t i = 0; i < count; ++i) added[i] = static_cast<std::int32_t>(first + i);
         }
     }
 
@@ -205,6 +220,19 @@ public:
     }
 
 private:
+    std::int32_t* slots() const { return static_cast<std::int32_t*>(positions_->data()); }
+
+    void check_rows_apart() const {
+        std::vector<std::size_t> order;
+        for (std::size_t h = 0; h < starts_.size(); ++h)
+            if (rooms_[h] > 0) order.push_back(h);
+        std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return starts_[a] < starts_[b]; });
+        for (std::size_t i = 1; i < order.size(); ++i)
+            if (starts_[order[i - 1]] + rooms_[order[i - 1]] > starts_[order[i]])
+                refuse_all("heads ", order[i - 1], " and ", order[i], " both own row ", starts_[order[i]],
+                           "; allowed: rows of one head each");
+    }
+
     void check_index(const Array& index, std::int64_t head) const {
         check_kind("index", index, nb::dlpack::dtype_code::Int, 64, "int64");
         check_shape("index", index, {-1});
@@ -375,7 +403,7 @@ private:
     void set_tables(Weigh& weigh, const Weighing& weighing, std::int64_t b, std::int64_t head, std::int64_t last) {
         if (weighing.mask) {
             const Array& given = *weighing.mask;
-            if (given.dtype().bits != 8) refuse("mask: dtype is not allowed; allowed: bool and uint8");
+            if (!is_mask(given)) refuse("mask: dtype is not allowed; allowed: bool and uint8");
             const Table table("mask", given, batch_, query_heads_, count_);
             table.check_slots("mask", last);
             weigh.mask = static_cast<const std::uint8_t*>(given.data()) + b * table.row + head * table.head;
@@ -427,6 +455,7 @@ void attend_rows(const std::string& kernels, const std::vector<Row>& rows, const
     const Dtype dtype = dtype_of("out", out);
     check_shape("out", out, {call.batch(), call.query_heads(), call.count(), call.value_dim()});
     check_inner("out", out, 1);
+    check_apart("out", out);
     if (lse) {
         check_kind("lse", *lse, nb::dlpack::dtype_code::Float, 32, "float32");
         check_shape("lse", *lse, {call.batch(), call.query_heads(), call.count()});

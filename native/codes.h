@@ -1,6 +1,8 @@
 // Packed keys or values as the kernels are given them.
 #pragma once
 
+#include <bitset>
+#include <limits>
 #include <optional>
 #include <utility>
 
@@ -19,7 +21,9 @@ public:
         if (bits != 1 && bits != 2 && bits != 3 && bits != 4 && bits != 8)
             refuse_all("bits is ", bits, "; allowed: 1, 2, 3, 4 and 8");
         check_dim(values ? "packed values" : "packed keys", dim);
-        if (length < 1) refuse_all("packed tokens: ", length, "; allowed: 1 or more");
+        constexpr std::int64_t MOST_TOKENS = std::numeric_limits<std::int32_t>::max();
+        if (length < 1 || length > MOST_TOKENS)
+            refuse_all("packed tokens: ", length, "; allowed: 1 to ", MOST_TOKENS);
         if (per_channel ? group != 32 && group != 64 : group < 1 || dim % group || group % 16)
             refuse_all("group is ", group, "; allowed: ",
                        per_channel ? "32 or 64 tokens" : "divisors of the head size that 16 divides");
@@ -42,6 +46,7 @@ public:
             if (planes_[p].shape(0) != planes_[0].shape(0)) refuse("planes have different numbers of heads");
         }
         const std::int64_t heads = this->heads();
+        if (heads < 1) refuse("codes of 0 heads; allowed: 1 or more");
         const std::int64_t rows = per_channel ? BLOCK / group : dim / group, width = per_channel ? dim : BLOCK;
         codes_.scales = static_cast<int>(rows * width);
         for (const auto& [name, array] : {std::pair{"scales", &scale_}, std::pair{"zeros", &zero_}}) {
@@ -75,26 +80,49 @@ public:
         return codes;
     }
 
-    void check_writable() const {
-        if (channels_) refuse("packing cannot write outliers; allowed: none");
+    // Weights are multiplied by the scales of values, and a product below zero or that is no number would be lost.
+    void check_scales() const {
+        const std::int64_t blocks = static_cast<std::int64_t>(scale_.shape(1));
+        for (std::int64_t h = 0; h < heads(); ++h) {
+            const Codes codes = of_head(h);
+            if (!are_finite(codes.scale, blocks * codes_.scales, 0x8000))
+                refuse_all("scales of head ", h, ": one is negative or not finite; allowed: finite ones, 0 or more");
+            if (!are_finite(codes.zero, blocks * codes_.scales, 0xffff))
+                refuse_all("zeros of head ", h, ": one is not finite; allowed: finite ones");
+        }
     }
 
 private:
+    // Whether numbers of 16 bits are finite and none is above `most`, as bits.
+    bool are_finite(const std::uint16_t* numbers, std::int64_t count, std::uint16_t most) const {
+        const std::uint16_t infinite = codes_.scale_dtype == Dtype::f16 ? 0x7c00 : 0x7f80;
+        std::uint16_t wrong = 0;
+        for (std::int64_t i = 0; i < count; ++i) wrong |= (numbers[i] & 0x7fff) >= infinite || numbers[i] > most;
+        return !wrong;
+    }
+
     void check_outliers(std::int64_t heads) {
-        const std::int64_t count = static_cast<std::int64_t>(channels_->ndim() == 2 ? channels_->shape(1) : 0);
+        if (codes_.rotated) refuse("outliers with rotated codes; allowed: codes that are not rotated");
         check_kind("outlier channels", *channels_, nb::dlpack::dtype_code::Int, 16, "int16");
+        if (channels_->ndim() != 2 || channels_->shape(1) == 0)
+            refuse_all("outlier channels: shape is ", shape_of(*channels_), "; allowed: (", heads, ", 1 or more)");
+        const std::int64_t count = static_cast<std::int64_t>(channels_->shape(1));
         check_shape("outlier channels", *channels_, {heads, count});
         check_inner("outlier channels", *channels_, 1);
         check_shape("outliers", *outliers_, {heads, length_, count});
         check_inner("outliers", *outliers_, 2);
         codes_.outlier_dtype = dtype_of("outliers", *outliers_);
         codes_.outlier_count = static_cast<int>(count);
-        for (std::int64_t h = 0; h < heads; ++h)
+        for (std::int64_t h = 0; h < heads; ++h) {
+            std::bitset<MOST_DIM> seen;
             for (std::int64_t m = 0; m < count; ++m) {
                 const int channel = reinterpret_cast<const std::int16_t*>(at(*channels_, h * channels_->stride(0)))[m];
                 if (channel < 0 || channel >= codes_.dim)
                     refuse_all("outlier channel ", channel, "; allowed: 0 to ", codes_.dim - 1);
+                if (seen[channel]) refuse_all("outlier channel ", channel, " of head ", h, " twice; allowed: once");
+                seen.set(channel);
             }
+        }
     }
 
     std::vector<Array> planes_;

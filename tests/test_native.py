@@ -311,6 +311,7 @@ BAD_CALLS = {
         "3 heads for 2",
     ),
     "output shape": ({"out": torch.zeros(1, 2, 1, 32)}, "out: shape"),
+    "output of one head": ({"out": torch.zeros(1, 1, 1, 16).expand(-1, 2, -1, -1)}, "out: the stride of axis 1 is 0"),
     "output dtype": ({"out": torch.zeros(1, 2, 1, 16, dtype=torch.int32)}, "out: dtype"),
     "nothing held": ({"rows": [([], None, [])]}, "holds nothing"),
     "length": ({"rows": [([], tail_of(), [5])]}, "holds 5 tokens in room for 4"),
@@ -319,6 +320,14 @@ BAD_CALLS = {
     "two sizes": ({"rows": [([segment_of(dim=32)], tail_of(), [1])]}, "channels"),
     "mask columns": ({"weighing": Weighing(1.0, mask=torch.ones(1, 1, 1, 4, dtype=torch.bool))}, "mask: 4 columns"),
     "mask dtype": ({"weighing": Weighing(1.0, mask=torch.ones(1, 1, 1, 9))}, "mask: dtype"),
+    "mask of signed bytes": (
+        {"weighing": Weighing(1.0, mask=torch.ones(1, 1, 1, 9, dtype=torch.int8))},
+        "mask: dtype is not allowed; allowed: bool and uint8",
+    ),
+    "mask of 8-bit floats": (
+        {"weighing": Weighing(1.0, mask=torch.ones(1, 1, 1, 9).to(torch.float8_e4m3fn))},
+        "mask: dtype is not allowed; allowed: bool and uint8",
+    ),
     "mask shape": ({"weighing": Weighing(1.0, mask=torch.ones(1, 9, dtype=torch.bool))}, "mask: shape"),
     "mask heads": ({"weighing": Weighing(1.0, mask=torch.ones(1, 3, 1, 9, dtype=torch.bool))}, "mask: axis 1"),
     "bias dtype": ({"weighing": Weighing(1.0, bias=torch.ones(1, 1, 1, 9, dtype=torch.bfloat16))}, "bias: dtype"),
@@ -362,18 +371,46 @@ BAD_TENSORS = {
     "axes": (lambda: native.hand_segment(torch.zeros(5, 16), torch.zeros(5, 16), range(5)), "keys: shape"),
     "tokens": (lambda: native.hand_segment(torch.zeros(1, 5, 16), torch.zeros(1, 6, 16), range(5)), "the same number"),
     "no tokens": (lambda: native.hand_segment(torch.zeros(1, 0, 16), torch.zeros(1, 0, 16), range(0)), "0 tokens"),
+    "no heads": (lambda: native.hand_segment(torch.zeros(0, 5, 16), torch.zeros(0, 5, 16), range(5)), "0 heads"),
     "channels": (lambda: native.hand_segment(torch.zeros(1, 5, 20), torch.zeros(1, 5, 20), range(5)), "20 channels"),
     "stride": (lambda: native.hand_segment(torch.zeros(1, 16, 5).mT, torch.zeros(1, 5, 16), range(5)), "stride"),
     "negative slot": (lambda: segment_at(torch.tensor([0, 1, -1, 2, 3], dtype=torch.int32)), "position -1"),
+    "slot twice": (lambda: segment_at(torch.tensor([0, 1, 1, 2, 3], dtype=torch.int32)), "position 1 behind 1"),
+    "falling slots": (lambda: segment_at(torch.tensor([0, 1, 5, 2, 3], dtype=torch.int32)), "position 2 behind 5"),
+    "first slot": (
+        lambda: native.hand_segment(torch.zeros(1, 5, 16), torch.zeros(1, 5, 16), range(2**31 - 4, 2**31 + 1)),
+        "first slot is 2147483644 for 5 tokens; allowed: 0 to 2147483642",
+    ),
+    "first slot of 64 bits": (
+        lambda: native.hand_segment(torch.zeros(1, 5, 16), torch.zeros(1, 5, 16), range(2**63 - 5, 2**63)),
+        "first slot is 9223372036854775803",
+    ),
+    "negative first slot": (
+        lambda: native.hand_segment(torch.zeros(1, 5, 16), torch.zeros(1, 5, 16), range(-1, 4)),
+        "first slot is -1",
+    ),
+    "negative appended slot": (lambda: append_at(-5), "first slot is -5 for 2 tokens; allowed: 0 to 2147483645"),
+    "appended slot": (lambda: append_at(2**31 - 2), "first slot is 2147483646"),
+    "appended slot of 64 bits": (lambda: append_at(2**33), "first slot is 8589934592"),
     "slots": (lambda: segment_at(torch.zeros(4, dtype=torch.int32)), "positions: shape"),
     "slot dtype": (lambda: segment_at(torch.zeros(5, dtype=torch.int64)), "positions: dtype"),
     "rows": (lambda: native.hand_tail(torch.zeros(4, 16), torch.zeros(4, 16), None, [2], [3]), "rows 2 to 5 of 4"),
+    "rows of two heads": (
+        lambda: native.hand_tail(torch.zeros(9, 16), torch.zeros(9, 16), None, [6, 0, 3], [3, 4, 3]),
+        "heads 1 and 2 both own row 3",
+    ),
     "starts": (lambda: native.hand_tail(torch.zeros(4, 16), torch.zeros(4, 16), None, [0, 2], [2]), "2 starts"),
 }
 
 
 def segment_at(positions: Tensor) -> Any:
     return native.hand_segment(torch.zeros(1, 5, 16), torch.zeros(1, 5, 16), positions)
+
+
+def append_at(first: int) -> None:
+    positions = torch.zeros(4, dtype=torch.int32)
+    tail = native.hand_tail(torch.zeros(4, 16), torch.zeros(4, 16), positions, [0], [4])
+    tail.append(torch.zeros(1, 2, 16), torch.zeros(1, 2, 16), first, [1])
 
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
@@ -384,6 +421,15 @@ def test_bad_tensors_are_one_clear_error(name):
     assert message in str(error.value)
 
 
+def test_slots_reach_up_to_the_largest_number_of_32_bits():
+    native.hand_segment(torch.zeros(1, 5, 16), torch.zeros(1, 5, 16), range(2**31 - 6, 2**31 - 1))
+    append_at(2**31 - 3)
+
+
+def test_heads_without_room_may_begin_anywhere_in_a_tail():
+    native.hand_tail(torch.zeros(4, 16), torch.zeros(4, 16), None, [0, 2, 0, 4], [4, 0, 0, 0])
+
+
 CODES = packed_pair(0, 3, "rotated", 2, 128, 64, 64)[0]
 CHANNELS = packed_pair(1, 2, "channel", 2, 128, 64, 64, outliers=2)[0]
 
@@ -391,6 +437,13 @@ BAD_CODES = {
     "length of a block": (replace(CODES, planes=(CODES.planes[0][..., :-64], CODES.planes[1])), "codes: shape"),
     "blocks": (replace(CODES, length=129), "codes: shape"),
     "length": (replace(CODES, length=0), "packed tokens: 0"),
+    "length of 64 bits": (replace(CODES, length=2**63 - 1), "packed tokens: 9223372036854775807"),
+    "no heads": (
+        replace(
+            CODES, planes=tuple(plane[:0] for plane in CODES.planes), scale=CODES.scale[:0], zero=CODES.zero[:0]
+        ),
+        "codes of 0 heads",
+    ),
     "planes": (replace(CODES, planes=CODES.planes[:1]), "planes: 1"),
     "plane dtype": (replace(CODES, planes=tuple(p.view(torch.int8) for p in CODES.planes)), "codes: dtype"),
     "scales": (replace(CODES, scale=CODES.scale[..., :32]), "scales: shape"),
@@ -402,6 +455,18 @@ BAD_CODES = {
     "outlier channel": (
         replace(CHANNELS, outlier_channels=torch.full_like(CHANNELS.outlier_channels, 64)), "outlier channel 64"
     ),
+    "outlier channel twice": (
+        replace(CHANNELS, outlier_channels=torch.tensor([[3, 8], [5, 5]], dtype=torch.int16)),
+        "outlier channel 5 of head 1 twice",
+    ),
+    "no outliers": (
+        replace(CHANNELS, outlier_channels=CHANNELS.outlier_channels[:, :0], outliers=CHANNELS.outliers[..., :0]),
+        "outlier channels: shape is (2, 0); allowed: (2, 1 or more)",
+    ),
+    "outlier channels of all heads": (
+        replace(CHANNELS, outlier_channels=CHANNELS.outlier_channels[0]), "outlier channels: shape is (2)"
+    ),
+    "rotated outliers": (replace(CHANNELS, format=replace(CHANNELS.format, rotated=True)), "rotated"),
     "outliers": (replace(CHANNELS, outliers=None), "come together"),
 }  # fmt: skip
 
@@ -412,6 +477,26 @@ def test_bad_codes_are_one_clear_error(name):
     with pytest.raises(KernelError) as error:
         native.hand_codes(codes)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, -6e-8])
+def test_scales_of_values_are_finite_and_not_negative_and_their_zeros_finite(dtype, bad):
+    keys, values = packed_pair(2, 4, "rotated", 2, 128, 64, 64)
+    scale, zero = values.scale.to(dtype), values.zero.to(dtype)
+    scale[0, 0] = -0.0
+    native.hand_segment(keys, replace(values, scale=scale, zero=zero), range(128))
+    wrong = scale.clone()
+    wrong[1, 1, 0, 63] = bad
+    with pytest.raises(KernelError, match="scales of head 1: one is negative or not finite"):
+        native.hand_segment(keys, replace(values, scale=wrong, zero=zero), range(128))
+    wrong = zero.clone()
+    wrong[1, 1, 0, 63] = bad
+    if bad == -6e-8:
+        native.hand_segment(keys, replace(values, scale=scale, zero=wrong), range(128))
+        return
+    with pytest.raises(KernelError, match="zeros of head 1: one is not finite"):
+        native.hand_segment(keys, replace(values, scale=scale, zero=wrong), range(128))
 
 
 @PROPERTY

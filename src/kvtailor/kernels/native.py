@@ -71,7 +71,13 @@ def hand_segment(keys: Tensor | Arranged, values: Tensor | Arranged, positions: 
     Parameters
     ----------
     keys, values : (Hkv, n, D), or arranged codes of as many tokens.
-    positions : (n,) int32 slots, or a range of them.
+    positions : (n,) int32 slots, ascending, or a range of them.
+
+    Raises
+    ------
+    KernelError
+        For anything that the kernels cannot take: no heads or tokens, slots that do not ascend or exceed int32, scales of
+        values that are negative or not finite.
     """
     native = _module()
     first = positions.start if isinstance(positions, range) else 0
@@ -82,7 +88,13 @@ def hand_segment(keys: Tensor | Arranged, values: Tensor | Arranged, positions: 
 
 
 def hand_codes(codes: Arranged) -> Any:
-    """Hand arranged codes to the kernels."""
+    """Hand arranged codes to the kernels.
+
+    Raises
+    ------
+    KernelError
+        For codes that the kernels cannot take.
+    """
     fmt = codes.format
     return _module().Codes(
         fmt.bits, codes.dim, fmt.group, fmt.axis == "channel", fmt.rotated, codes.values, codes.length,
@@ -96,8 +108,14 @@ def hand_tail(keys: Tensor, values: Tensor, positions: Tensor | None, starts: li
     Parameters
     ----------
     keys, values : (rows, Dk) and (rows, Dv).
-    positions : (rows,) int32 slots; None where a head's tokens stand in slots 0, 1, ….
-    starts, rooms : the rows that each head owns.
+    positions : (rows,) int32 slots, ascending within a head; None where a head's tokens stand in slots 0, 1, ….
+    starts, rooms : the rows that each head owns alone.
+
+    Raises
+    ------
+    KernelError
+        For anything that the kernels cannot take, and for rows of two heads. Slots may be written later; their order is
+        checked where a mask or bias is read by them.
     """
     return _module().Tail(keys, values, positions, starts, rooms)
 
