@@ -15,6 +15,7 @@
 #include "codes.h"
 #include "dispatch.h"
 #include "half.h"
+#include "outputs.h"
 
 using namespace nb::literals;
 
@@ -331,9 +332,19 @@ public:
         for (std::int64_t b = 0; b < batch_; ++b) add_row(rows[b], b, query, dtype, weighing, passes);
     }
 
+    void set_sinks(const Array& sinks) {
+        check_kind("sinks", sinks, nb::dlpack::dtype_code::Float, 32, "float32");
+        check_shape("sinks", sinks, {query_heads_});
+        check_inner("sinks", sinks, 1);
+        for (std::size_t t = 0; t < tasks.size(); ++t) {
+            const float* of_group =
+                static_cast<const float*>(sinks.data()) + static_cast<std::int64_t>(t) % heads_ * group();
+            tasks[t].sinks.assign(of_group, of_group + group());
+        }
+    }
+
     std::vector<Task> tasks;
     std::int64_t batch() const { return batch_; }
-    std::int64_t heads() const { return heads_; }
     std::int64_t group() const { return query_heads_ / heads_; }
     std::int64_t query_heads() const { return query_heads_; }
     std::int64_t count() const { return count_; }
@@ -441,18 +452,12 @@ private:
     int dim_ = 0, value_dim_ = 0;
 };
 
-void check_sinks(const Array& sinks, std::int64_t heads) {
-    check_kind("sinks", sinks, nb::dlpack::dtype_code::Float, 32, "float32");
-    check_shape("sinks", sinks, {heads});
-    check_inner("sinks", sinks, 1);
-}
-
 void attend_rows(const std::string& kernels, const std::vector<Row>& rows, const Array& query, Array out,
                  std::optional<Array> lse, std::optional<Array> sinks, float scale, float softcap, bool causal,
                  std::int64_t window, std::int64_t first, std::optional<Array> mask, std::optional<Array> bias,
                  const std::string& precision, int threads) {
-    const Call call(rows, query, {scale, softcap, causal, window, first, std::move(mask), std::move(bias)}, precision);
-    const Dtype dtype = dtype_of("out", out);
+    Call call(rows, query, {scale, softcap, causal, window, first, std::move(mask), std::move(bias)}, precision);
+    dtype_of("out", out);
     check_shape("out", out, {call.batch(), call.query_heads(), call.count(), call.value_dim()});
     check_inner("out", out, 1);
     check_apart("out", out);
@@ -461,33 +466,14 @@ void attend_rows(const std::string& kernels, const std::vector<Row>& rows, const
         check_shape("lse", *lse, {call.batch(), call.query_heads(), call.count()});
         check_inner("lse", *lse, 3);
     }
-    if (sinks) check_sinks(*sinks, call.query_heads());
+    if (sinks) call.set_sinks(*sinks);
     const Kernels& chosen = named(kernels);
     std::vector<Result> results;
     {
         nb::gil_scoped_release release;
         results = attend(chosen, call.tasks, threads);
     }
-    const int dim = call.value_dim();
-    bool is_number = true;
-    for (std::size_t t = 0; t < call.tasks.size(); ++t) {
-        const std::int64_t b = static_cast<std::int64_t>(t) / call.heads(), h = static_cast<std::int64_t>(t) % call.heads();
-        for (int row = 0; row < call.tasks[t].query.total; ++row) {
-            const std::int64_t head = h * call.group() + row / call.count(), q = row % call.count();
-            const float most = results[t].most[row], total = results[t].sum[row];
-            is_number = is_number && std::isfinite(total);
-            float factor = total > 0 ? 1 / total : 0;
-            if (sinks && total > 0)
-                factor = 1 / (total + std::exp(static_cast<const float*>(sinks->data())[head] - most));
-            const std::int64_t place = b * out.stride(0) + head * out.stride(1) + q * out.stride(2);
-            const float* acc = results[t].acc.data() + static_cast<std::int64_t>(row) * dim;
-            for (int c = 0; c < dim; ++c) put_number(dtype, out.data(), place + c, acc[c] * factor);
-            if (lse)
-                static_cast<float*>(lse->data())[(b * call.query_heads() + head) * call.count() + q] =
-                    total > 0 ? most + std::log(total) : -std::numeric_limits<float>::infinity();
-        }
-    }
-    if (!is_number) refuse("attention: a query or key is not a finite number, or a logit is too large for one");
+    write_attention(call.tasks, results, out, lse);
 }
 
 void score_rows(const std::string& kernels, const std::vector<Row>& rows, const Array& query, Array out, float scale,
@@ -502,8 +488,12 @@ void score_rows(const std::string& kernels, const std::vector<Row>& rows, const 
         outs.push_back(static_cast<float*>(out.data()) +
                        static_cast<std::int64_t>(t) * call.group() * call.count() * call.longest());
     const Kernels& chosen = named(kernels);
-    nb::gil_scoped_release release;
-    scores(chosen, call.tasks, outs, call.longest(), threads);
+    bool finite;
+    {
+        nb::gil_scoped_release release;
+        finite = scores(chosen, call.tasks, outs, call.longest(), threads);
+    }
+    if (!finite) refuse_numbers();
 }
 
 void mass_of_rows(const std::string& kernels, const std::vector<Row>& rows, const Array& query, Array out,
@@ -513,18 +503,17 @@ void mass_of_rows(const std::string& kernels, const std::vector<Row>& rows, cons
     check_kind("out", out, nb::dlpack::dtype_code::Float, 32, "float32");
     check_shape("out", out, {call.batch(), call.query_heads(), call.longest()});
     check_inner("out", out, 3);
-    if (sinks) check_sinks(*sinks, call.query_heads());
+    if (sinks) call.set_sinks(*sinks);
     std::vector<float*> outs;
-    for (std::size_t t = 0; t < call.tasks.size(); ++t) {
+    for (std::size_t t = 0; t < call.tasks.size(); ++t)
         outs.push_back(static_cast<float*>(out.data()) + static_cast<std::int64_t>(t) * call.group() * call.longest());
-        if (!sinks) continue;
-        const float* of_head =
-            static_cast<const float*>(sinks->data()) + static_cast<std::int64_t>(t) % call.heads() * call.group();
-        call.tasks[t].sinks.assign(of_head, of_head + call.group());
-    }
     const Kernels& chosen = named(kernels);
-    nb::gil_scoped_release release;
-    mass(chosen, call.tasks, outs, call.longest(), threads);
+    bool finite;
+    {
+        nb::gil_scoped_release release;
+        finite = mass(chosen, call.tasks, outs, call.longest(), threads);
+    }
+    if (!finite) refuse_numbers();
 }
 
 }  // namespace

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <limits>
 
 #include "arrays.h"
 #include "bind.h"
 #include "dispatch.h"
 #include "half.h"
+#include "outputs.h"
 #include "topk.h"
 
 using namespace nb::literals;
@@ -226,7 +226,7 @@ private:
 void gather_attend(const std::string& kernels, const Given& query, const Given& keys, const Given& values,
                    const Given& index, float scale, Array out, std::optional<Array> lse, int threads) {
     const Gathering gathering{Array(query), Array(keys), Array(values), Array(index), scale};
-    const Dtype dtype = dtype_of("out", out);
+    dtype_of("out", out);
     check_shape("out", out, {gathering.heads(), gathering.group(), gathering.value_dim()});
     check_inner("out", out, 1);
     check_apart("out", out);
@@ -241,20 +241,7 @@ void gather_attend(const std::string& kernels, const Given& query, const Given& 
         nb::gil_scoped_release release;
         results = attend(table, gathering.tasks, threads);
     }
-    bool is_number = true;
-    std::int64_t row = 0;
-    for (const Result& result : results)
-        for (std::size_t r = 0; r < result.sum.size(); ++r, ++row) {
-            const float most = result.most[r], total = result.sum[r], factor = total > 0 ? 1 / total : 0;
-            is_number = is_number && std::isfinite(total);
-            const std::int64_t place =
-                row / gathering.group() * out.stride(0) + row % gathering.group() * out.stride(1);
-            const float* acc = result.acc.data() + static_cast<std::int64_t>(r) * gathering.value_dim();
-            for (int c = 0; c < gathering.value_dim(); ++c) put_number(dtype, out.data(), place + c, acc[c] * factor);
-            if (lse)
-                *singles(*lse, row) = total > 0 ? most + std::log(total) : -std::numeric_limits<float>::infinity();
-        }
-    if (!is_number) refuse("attention: a query or key is not a finite number, or a logit is too large for one");
+    write_attention(gathering.tasks, results, out, lse);
 }
 
 }  // namespace

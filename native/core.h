@@ -135,8 +135,9 @@ struct CombineJob {
 struct Kernels {
     const char* name;
     void (*attend)(const Query&, const Stretch&, Partial&);
-    // (total, tokens) logits, weighed; tokens counted over the pieces; `row_stride` numbers from row to row.
-    void (*scores)(const Query&, const Stretch&, float* out, std::int64_t row_stride);
+    // (total, tokens) logits, weighed; tokens counted over the pieces; `row_stride` numbers from row to row. False where
+    // one is not finite.
+    bool (*scores)(const Query&, const Stretch&, float* out, std::int64_t row_stride);
     // Adds exp(logit - lse[row]) over the rows of each head of the group: out (heads, tokens).
     void (*mass)(const Query&, const Stretch&, const float* lse, float* out, std::int64_t head_stride);
     // log-sum-exp of each row, as `most` and `sum`.

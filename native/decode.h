@@ -203,9 +203,11 @@ void attend_few(const Query& query, const Stretch& stretch, Partial& out) {
 }
 
 // Logits of few queries over a stretch, weighed, at the tokens' places among all pieces; HIDDEN where nothing is seen.
-void scores_of_few(const Query& query, const Stretch& stretch, float* out, std::int64_t row_stride) {
+// False where one is not finite.
+bool scores_of_few(const Query& query, const Stretch& stretch, float* out, std::int64_t row_stride) {
     Queries queries(query);
     alignas(64) float logits[4 * BLOCK];
+    F waste = set(0);  // 0, or not a number
     over_all_blocks(
         stretch,
         [&](const Piece& piece) {
@@ -217,11 +219,13 @@ void scores_of_few(const Query& query, const Stretch& stretch, float* out, std::
                 with_rows(tile_rows(query.total, tile), [&](auto constant) {
                     constexpr int ROWS = decltype(constant)::value;
                     block_logits<ROWS>(query, queries, piece, block, tokens, tile, logits);
+                    for (int i = 0; i < ROWS * BLOCK; i += W) waste = fma(load(logits + i), set(0), waste);
                     for (int r = 0; r < ROWS; ++r)
                         std::memcpy(out + (tile * 4 + r) * row_stride + place, logits + r * BLOCK,
                                     sizeof(float) * tokens);
                 });
         });
+    return sum(waste) == 0;
 }
 
 }  // namespace

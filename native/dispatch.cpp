@@ -130,12 +130,6 @@ void merge_row(float& most, float& sum, float* acc, float other_most, float othe
     for (int c = 0; c < dim; ++c) acc[c] += factor * other_acc[c];
 }
 
-// Sum of a row's weights relative to its greatest logit, the sink's among them.
-float sum_with_sink(const Task& task, const Result& state, int row) {
-    if (task.sinks.empty()) return state.sum[row];
-    return state.sum[row] + std::exp(task.sinks[task.query.head_of(row)] - state.most[row]);
-}
-
 std::vector<Result> run_states(const Kernels& kernels, const std::vector<Task>& tasks, int threads, bool values) {
     threads = threads_for(tasks, threads);
     const std::vector<Unit> units = units_of(tasks, threads, true);
@@ -182,28 +176,42 @@ const Kernels* kernels_named(const std::string& name) {
     return nullptr;
 }
 
+float sum_with_sink(const Task& task, const Result& state, int row) {
+    if (task.sinks.empty()) return state.sum[row];
+    return state.sum[row] + std::exp(task.sinks[task.query.head_of(row)] - state.most[row]);
+}
+
 std::vector<Result> attend(const Kernels& kernels, const std::vector<Task>& tasks, int threads) {
     return run_states(kernels, tasks, threads, true);
 }
 
-void scores(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
+bool scores(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
             std::int64_t row_stride, int threads) {
     threads = threads_for(tasks, threads);
     std::vector<Unit> units;
     for (const Unit& unit : units_of(tasks, threads, false))
         for (int row = 0; row < unit.rows; row += MOST_ROWS)
             units.push_back({unit.task, row, std::min(MOST_ROWS, unit.rows - row), unit.begin, unit.end});
+    for (std::size_t t = 0; t < tasks.size(); ++t)
+        for (std::int64_t row = 0; row < tasks[t].query.total; ++row)
+            std::fill(outs[t] + row * row_stride + tasks[t].tokens, outs[t] + (row + 1) * row_stride, HIDDEN);
+    std::atomic<bool> finite{true};
     spread(static_cast<std::int64_t>(units.size()), threads, [&](std::int64_t u) {
         const Unit& unit = units[u];
-        kernels.scores(part_of(tasks[unit.task], unit), stretch_of(tasks[unit.task], unit),
-                       outs[unit.task] + unit.first_row * row_stride, row_stride);
+        if (!kernels.scores(part_of(tasks[unit.task], unit), stretch_of(tasks[unit.task], unit),
+                            outs[unit.task] + unit.first_row * row_stride, row_stride))
+            finite = false;
     });
+    return finite;
 }
 
-void mass(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
+bool mass(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
           std::int64_t head_stride, int threads) {
     threads = threads_for(tasks, threads);
     const std::vector<Result> states = run_states(kernels, tasks, threads, false);
+    for (const Result& state : states)
+        for (const float sum : state.sum)
+            if (!std::isfinite(sum)) return false;
     // Units of one task would add to the same sums, so threads share tasks, not rows.
     spread(static_cast<std::int64_t>(tasks.size()), threads, [&](std::int64_t t) {
         const Task& task = tasks[t];
@@ -217,6 +225,7 @@ void mass(const Kernels& kernels, const std::vector<Task>& tasks, const std::vec
             kernels.mass(part_of(task, unit), stretch_of(task, unit), lse.data() + unit.first_row, outs[t],
                          head_stride);
     });
+    return true;
 }
 
 bool pack(const Kernels& kernels, const std::vector<PackJob>& jobs, int threads) {

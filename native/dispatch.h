@@ -19,7 +19,7 @@ const Kernels* kernels_named(const std::string& name);
 struct Task {
     std::vector<float> rows;  // (heads of the group * count, key_dim), times the scale
     std::vector<Piece> pieces;
-    std::vector<float> sinks; // a logit without a value for each head of the group, or empty; for mass
+    std::vector<float> sinks; // a logit without a value for each head of the group, or empty
     Query query;              // of all rows
     std::int64_t tokens = 0;  // over all pieces
 
@@ -34,15 +34,20 @@ struct Result {
     std::vector<float> most, sum, acc;
 };
 
-// Softmax state and weighted values of every task's rows.
+// Sum of a row's weights relative to its greatest logit, the sink's among them.
+float sum_with_sink(const Task& task, const Result& state, int row);
+
+// Softmax state, without sinks, and weighted values of every task's rows.
 std::vector<Result> attend(const Kernels& kernels, const std::vector<Task>& tasks, int threads);
 
-// Weighed logits of every task: (rows, row_stride) at outs[task].
-void scores(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
+// Weighed logits of every task: (rows, row_stride) at outs[task], HIDDEN behind the task's tokens. False where one is not
+// finite.
+bool scores(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
             std::int64_t row_stride, int threads);
 
 // The attention that each token gets, summed over queries: (heads of the group, head_stride) at outs[task], added.
-void mass(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
+// False, with nothing added, where a logit is not finite.
+bool mass(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
           std::int64_t head_stride, int threads);
 
 // False where a number is not finite.

@@ -262,6 +262,56 @@ def test_mass_is_what_each_token_gets_of_all_queries(path, seed, bits, dim, grou
 
 
 @paths
+@PROPERTY
+@given(
+    seed=st.integers(0, 999),
+    bits=st.sampled_from((0, 2, 8)),
+    group=st.integers(1, 5),
+    count=st.sampled_from((1, 2, 9)),
+    sealed=st.integers(1, 150),
+    lengths=st.lists(st.integers(0, 90), min_size=2, max_size=2),
+    softcap=st.sampled_from((0.0, 5.0)),
+    sees=st.sampled_from(("all", "causal", "window", "mask")),
+)
+def test_scores_are_the_weighed_logits_and_hidden_behind_the_tokens_of_a_shorter_head(
+    path, seed, bits, group, count, sealed, lengths, softcap, sees
+):
+    heads, dim = 2, 64
+    if bits:
+        codes = packed_pair(seed, bits, "rotated", heads, sealed, dim, dim)
+        keys, segment = unpack(codes[0]), native.hand_segment(*codes, range(sealed))
+    else:
+        keys = numbers(seed, heads, sealed, dim)
+        segment = native.hand_segment(keys, keys, range(sealed))
+    rest = numbers(seed + 1, heads, 90, dim)
+    positions = torch.arange(sealed, sealed + 180, 2, dtype=torch.int32).repeat(heads)
+    tail = native.hand_tail(rest.flatten(0, 1), rest.flatten(0, 1), positions, [0, 90], [90, 90])
+    query, slots = numbers(seed + 2, 1, heads * group, count, dim), sealed + 180
+    weighing = Weighing(
+        scale=dim**-0.5,
+        softcap=softcap,
+        causal=sees in ("causal", "window"),
+        window=70 if sees == "window" else 0,
+        first=sealed + 50,
+        mask=numbers(seed, 1, heads * group, count, slots) > 0 if sees == "mask" else None,
+    )
+    longest = sealed + max(lengths)
+    out = torch.full((1, heads * group, count, longest), torch.nan)
+    native.scores(path, [([segment], tail, lengths)], query, out, weighing, "exact")
+    places, at = torch.arange(longest), weighing.first + torch.arange(count)[:, None]
+    slot = torch.cat([places[:sealed], positions[: max(lengths)].long()])
+    for head in range(heads * group):
+        hidden = (places >= sealed + lengths[head // group]).expand(count, -1)
+        hidden = hidden | (slot > at) if weighing.causal else hidden
+        hidden = hidden | (slot <= at - weighing.window) if weighing.window else hidden
+        hidden = hidden | ~weighing.mask[0, head][:, slot] if weighing.mask is not None else hidden
+        own = torch.cat([keys[head // group], rest[head // group]])[:longest].double()
+        wanted = query[0, head].double() @ own.T * weighing.scale
+        wanted = softcap * torch.tanh(wanted / softcap) if softcap else wanted
+        torch.testing.assert_close(out[0, head].double(), wanted.masked_fill(hidden, -1e30), atol=5e-3, rtol=5e-3)
+
+
+@paths
 def test_a_query_that_may_see_nothing_gets_zero(path):
     segment = native.hand_segment(numbers(0, 1, 70, 16), numbers(1, 1, 70, 16), range(70))
     tail = native.hand_tail(torch.zeros(0, 16), torch.zeros(0, 16), None, [0], [0])
@@ -361,6 +411,39 @@ def test_keys_that_are_no_numbers_are_an_error(path, bad, count):
             query=numbers(2, 1, 2, count, 16),
             out=torch.zeros(1, 2, count, 16),
         )
+
+
+@paths
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("where", ["query", "keys", "codes"])
+def test_scores_and_mass_of_what_is_no_number_are_an_error(path, bad, count, where):
+    query, keys = numbers(2, 1, 2, count, 16), numbers(0, 1, 70, 16)
+    segment = native.hand_segment(keys, numbers(1, 1, 70, 16), range(70))
+    if where == "query":
+        query[0, 1, -1, 5] = bad
+    elif where == "keys":
+        keys[0, 66, 3] = bad
+    else:
+        codes, values = packed_pair(0, 4, "rotated", 1, 70, 16, 16)
+        codes.zero[0, 1, 0, 3] = bad
+        segment = native.hand_segment(codes, values, range(70))
+    rows: list[native.Row] = [([segment], tail_of(), [0])]
+    with pytest.raises(KernelError, match="not a finite number"):
+        native.scores(path, rows, query, torch.zeros(1, 2, count, 70), Weighing(1.0))
+    with pytest.raises(KernelError, match="not a finite number"):
+        native.mass(path, rows, query, Weighing(1.0), 70)
+
+
+@paths
+def test_a_key_that_is_no_number_is_passed_over_where_no_query_sees_it(path):
+    keys, query = numbers(0, 1, 70, 16), numbers(2, 1, 2, 20, 16)
+    keys[0, 66, 3] = torch.nan
+    rows: list[native.Row] = [([native.hand_segment(keys, numbers(1, 1, 70, 16), range(70))], tail_of(), [0])]
+    out, weighing = torch.zeros(1, 2, 20, 70), Weighing(1.0, causal=True, first=46)
+    native.scores(path, rows, query, out, weighing)
+    assert bool((out[..., 66:] == -1e30).all()) and bool((out[..., :46] > -1e29).all())
+    assert bool(native.mass(path, rows, query, weighing, 70).isfinite().all())
 
 
 BAD_TENSORS = {

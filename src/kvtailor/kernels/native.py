@@ -76,8 +76,8 @@ def hand_segment(keys: Tensor | Arranged, values: Tensor | Arranged, positions: 
     Raises
     ------
     KernelError
-        For anything that the kernels cannot take: no heads or tokens, slots that do not ascend or exceed int32, scales of
-        values that are negative or not finite.
+        For anything that the kernels cannot take: no heads or tokens, slots that do not ascend or exceed int32, scales
+        of values that are negative or not finite.
     """
     native = _module()
     first = positions.start if isinstance(positions, range) else 0
@@ -169,7 +169,12 @@ def mass(
 
     Returns
     -------
-    (B, Hq, length) float32, in the order of segments and tail.
+    (B, Hq, length) float32, in the order of segments and tail; 0 behind the tokens of a shorter head.
+
+    Raises
+    ------
+    KernelError
+        As for :func:`attend`.
     """
     w = weighing
     out = torch.zeros(query.shape[0], query.shape[1], length, device=query.device)
@@ -188,7 +193,13 @@ def scores(
     Parameters
     ----------
     path, rows, query, weighing, precision : as for :func:`attend`.
-    out : (B, Hq, q, n) float32, written, n the tokens of the longest head; -1e30 where a query may not look.
+    out : (B, Hq, q, n) float32, written, n the tokens of the longest head; -1e30 where a query may not look, and behind
+        the tokens of a shorter head.
+
+    Raises
+    ------
+    KernelError
+        As for :func:`attend`.
     """
     w = weighing
     _module().scores(
