@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import kvtailor
-from kvtailor.errors import CacheError
+from kvtailor.errors import CacheError, KernelError
 from zoo import ZOO, kv_cache, left_padded, text
 
 GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -564,6 +564,81 @@ class TestRefusedUse:
                 torch.testing.assert_close(found, model(ids, past_key_values=expected).logits, atol=1e-5, rtol=1e-4)
             found = model(**inputs, past_key_values=unused).logits
             torch.testing.assert_close(found, model(**inputs, use_cache=True).logits)
+
+    @pytest.mark.parametrize(
+        ("kernels", "plan"),
+        [("reference", "streaming:16"), ("auto", "streaming:16"), ("reference", "h2o:50%"), ("reference", "fifo:50%")],
+        indirect=["kernels"],
+    )
+    def test_tokens_that_are_cropped_count_no_more_even_where_they_were_dropped(self, plan):
+        """A long second prompt evicts much of itself before it fails or is cropped."""
+        model, inputs = build(), text(70)
+        first, second = inputs["input_ids"][:, :10], inputs["input_ids"][:, 10:60]
+        with kvtailor.attach(model, plan):
+            cache = kv_cache(model(first, use_cache=True))
+            model(second, past_key_values=cache)
+            cache.crop(-40)
+            for layer in cache.tailored():
+                assert [(row.total, row.prompt <= 20) for row in layer.rows] == [(20, True)] * 2
+            if plan.startswith("streaming"):
+                row = cache.layers[0].rows[0]
+                near, *_ = cache.layers[0].visible_parts(row)
+                assert near.length == 4 and 20 - row.lengths[0] >= 0
+
+    def test_what_a_crop_leaves_of_a_packed_block_can_be_evicted_too(self):
+        """A hard budget holds after a crop into packed tokens, and FIFO does not keep the oldest for ever."""
+        form = {"kind": "rotated", "bits": 4, "exact": 0, "residual": 0}
+        plan = kvtailor.Plan(
+            layers=[{"keep": {"policy": "fifo", "budget": 260, "hard": True, "sinks": 0}, "form": form}],
+            prefill_chunk=16,
+        )
+        model, inputs = build(), text(257)
+        with kvtailor.attach(model, plan):
+            cache = kv_cache(model(**inputs, use_cache=True))
+            for layer in cache.tailored():
+                layer.step.recording = True
+            cache.crop(-3)
+            for layer in cache.tailored():
+                layer.step.recording = False
+            most = 0
+            for _ in range(300):
+                model(inputs["input_ids"][:, :1], past_key_values=cache)
+                most = max(most, *(max(row.lengths) for layer in cache.tailored() for row in layer.rows))
+            oldest = [min(row.positions().min() for row in layer.rows) for layer in cache.tailored()]
+        assert most <= 260 and all(slot > 200 for slot in oldest)
+
+    def test_a_window_of_which_a_crop_leaves_nothing_does_not_vote(self):
+        plan = kvtailor.Plan(
+            layers=[{"keep": {"policy": "snapkv", "budget": 24, "hard": True, "options": {"window": 4}}}],
+            prefill_chunk=4,
+        )
+        model, inputs = build(), text(60)
+        with kvtailor.attach(model, plan):
+            cache = kv_cache(model(**inputs, use_cache=True))
+            cache.activate_past_recording()
+            cache.crop(-4)
+            assert model(inputs["input_ids"][:, :10], past_key_values=cache).logits.isfinite().all()
+
+    @with_plans({"channel": PACKING["channel"], "int8": INT8}, compiled=("channel", "int8"))
+    def test_what_was_packed_in_inference_mode_serves_steps_with_gradients(self, plan):
+        model, inputs = build().requires_grad_(), text(150)
+        with kvtailor.attach(model, plan):
+            with torch.inference_mode():
+                cache = kv_cache(model(**inputs, use_cache=True))
+            with torch.enable_grad():
+                model(torch.tensor([[5], [6]]), past_key_values=cache).logits.sum().backward()
+        assert model.model.layers[0].self_attn.q_proj.weight.grad.isfinite().all()
+
+    def test_packed_tokens_added_without_attention_come_for_all_rows_or_none(self):
+        """Sealing one row fails for a number that is not finite before anything is added."""
+        layer = kvtailor.KVCache(build(), "int4").layers[0]
+        key = torch.randn(2, 2, 300, 16)
+        key[1, 0, 100] = torch.nan
+        layer.update(key, key)
+        before = [row.lengths for row in layer.rows], layer.seen
+        with pytest.raises(KernelError, match="finite"):
+            layer.update(key[:, :, :1], key[:, :, :1])
+        assert layer.seen == before[1] == 300 and sum(layer.rows[1].lengths) == sum(before[0][1])
 
     def test_a_crop_beyond_the_beginning_is_refused(self):
         model = build()

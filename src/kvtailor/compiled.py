@@ -54,7 +54,7 @@ class CompiledStep:
     def serves(self, arguments: dict[str, Any]) -> bool:
         """Whether a call is a step that the graph is made for."""
         ids = arguments.get("input_ids")
-        if ids is None or ids.shape[1] != 1 or torch.is_grad_enabled():
+        if ids is None or ids.shape[1] != 1 or torch.is_grad_enabled() or arguments.get("return_dict") is False:
             return False
         known = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", *_compat.CACHE_ARGUMENTS}
         if any(value is not None and value is not False for name, value in arguments.items() if name not in known):

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtailor.bench.peers import PeerRow
 from kvtailor.bench.result import Bench, KernelRow, StepRow
+from kvtailor.bench.table import in_threads
 
 # The Okabe-Ito palette, and black.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#595959")
@@ -56,7 +57,7 @@ def _kernels(axes: Any, bench: Bench) -> None:
     axes.axhline(1.0, color=COLOURS[-1], linewidth=0.8)
     axes.set_xticks(range(len(bars)), bars, fontsize=8)
     axes.set_ylabel("times as fast as SDPA in bfloat16, its best form")
-    axes.set_title(f"Decode attention of one layer, {_threads(threads)}", loc="left")
+    axes.set_title(f"Decode attention of one layer, {in_threads(threads)}", loc="left")
 
 
 def _is_drawn(row: KernelRow, dtype: str) -> bool:
@@ -85,7 +86,7 @@ def _steps(axes: Any, bench: Bench) -> None:
     axes.set_xlabel("tokens held")
     axes.set_ylabel("wall time of a step, ms")
     model = f"{bench.model} in {bench.dtype}, " if bench.steps else ""
-    axes.set_title(f"Decode steps, {model}{_threads(threads)}", loc="left")
+    axes.set_title(f"Decode steps, {model}{in_threads(threads)}", loc="left")
 
 
 def _lines(rows: Sequence[StepRow]) -> dict[str, list[tuple[int, float]]]:
@@ -93,7 +94,3 @@ def _lines(rows: Sequence[StepRow]) -> dict[str, list[tuple[int, float]]]:
     for row in rows:
         lines.setdefault(row.plan, []).append((row.context, row.ms))
     return lines
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"

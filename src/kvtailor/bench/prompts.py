@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -62,4 +63,5 @@ def measure_prompts(
 def _read(model: Any, ids: Tensor, plan: Plan | None) -> None:
     """A prompt's pass with a fresh cache."""
     cache = DynamicCache(config=_compat.decoder_config(model.config)) if plan is None else KVCache(model, plan)
-    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    name = _compat.output_cache_argument(inspect.signature(model.forward).parameters)
+    model(input_ids=ids, use_cache=True, **{name: cache})

@@ -96,7 +96,7 @@ def measure_steps(
     stepper = Stepper(loaded, compiled)
     rows: list[StepRow] = []
     notes: dict[str, None] = {}
-    shortest: dict[tuple[str, int], Timed] = {}
+    shortest: dict[tuple[str, int], tuple[int, Timed]] = {}
     for context in sorted(contexts):
         held, problems = stepper.fill(context, plans)
         notes |= dict.fromkeys(problems)
@@ -104,8 +104,8 @@ def measure_steps(
             progress(f"{context} held")
             timed = in_turns([stepper.candidate(one) for one in held], repeats, count)
             for one, time in zip(held, timed, strict=True):
-                first = shortest.setdefault((one.name, count), time)
-                added = None if first is time else 1000 * (time.fair_ms - first.fair_ms) / (context - min(contexts))
+                least, first = shortest.setdefault((one.name, count), (context, time))
+                added = 1000 * (time.fair_ms - first.fair_ms) / (context - least) if context > least else None
                 rows.append(
                     StepRow(
                         plan=one.name,
@@ -250,7 +250,7 @@ class Stepper:
 
 def text_ids(loaded: Loaded, count: int) -> Tensor:
     """``count`` tokens of a text, (1, count)."""
-    text = "\n\n".join(islice(paragraphs(), count // 8))
+    text = "\n\n".join(islice(paragraphs(), max(1, count // 8)))
     ids: Tensor = loaded.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     return ids.repeat(1, -(-count // ids.shape[1]))[:, :count].to(loaded.model.device)
 

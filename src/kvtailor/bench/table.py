@@ -102,7 +102,7 @@ def _in_words(value: Any) -> str:
 def _kernel_grids(rows: Sequence[KernelRow]) -> Iterator[Grid]:
     threads = list(dict.fromkeys(row.threads for row in rows))
     measures = ("ms", "CPU ms", "speedup", "over gqa", "GB/s")
-    columns = [("", "kernel"), ("", "form"), *((_threads(count), name) for count in threads for name in measures)]
+    columns = [("", "kernel"), ("", "form"), *((in_threads(count), name) for count in threads for name in measures)]
     for tokens in dict.fromkeys(row.tokens for row in rows):
         lines: dict[tuple[str, str], list[str]] = {}
         for count in threads:
@@ -136,7 +136,7 @@ def _step_grids(bench: Bench) -> Iterator[Grid]:
         engines = dict.fromkeys((row.engine, row.weights, row.cache) for row in others)
         bases = {row.context: row for row in own if row.plan == DEFAULT}
         lines += [_peer_line(engine, others, contexts, bases) for engine in engines]
-        yield Grid(f"Decode steps, {_threads(threads)}", columns, lines, 3)
+        yield Grid(f"Decode steps, {in_threads(threads)}", columns, lines, 3)
 
 
 def _step_line(plan: str, rows: Sequence[StepRow], contexts: Sequence[int], dtype: str) -> list[str]:
@@ -166,16 +166,13 @@ def _peer_line(
 
 
 def _peer_cells(row: PeerRow, base: StepRow | None) -> tuple[str, str, str]:
-    speedup = None
-    if base is not None:
-        by_cpu = row.threads == 1 and row.cpu_ms is not None
-        speedup = (base.cpu_ms if by_cpu else base.ms) / row.fair_ms
+    speedup = None if base is None else (base.ms if row.fair_ms == row.ms else base.cpu_ms) / row.fair_ms
     return _number(row.ms), _number(row.cpu_ms), _ratio(speedup)
 
 
 def _prompt_grids(rows: Sequence[PromptRow]) -> Iterator[Grid]:
     threads = list(dict.fromkeys(row.threads for row in rows))
-    columns = [("", "cache"), *((_threads(n), name) for n in threads for name in ("ms", "CPU ms", "of default"))]
+    columns = [("", "cache"), *((in_threads(n), name) for n in threads for name in ("ms", "CPU ms", "of default"))]
     for tokens in dict.fromkeys(row.tokens for row in rows):
         lines: dict[str, list[str]] = {}
         for row in rows:
@@ -185,7 +182,8 @@ def _prompt_grids(rows: Sequence[PromptRow]) -> Iterator[Grid]:
         yield Grid(f"Prompts, {tokens} tokens", columns, [[name, *cells] for name, cells in lines.items()], 1)
 
 
-def _threads(count: int) -> str:
+def in_threads(count: int) -> str:
+    """A number of threads in words."""
     return "1 thread" if count == 1 else f"{count} threads"
 
 

@@ -36,7 +36,8 @@ def bench(
         typer.Option(parser=count, metavar="N", help="Lengths of prompts to be read, in float32; by default none."),
     ] = None,
     plan: Annotated[
-        list[str] | None, typer.Option(help="Plans of steps and prompts, by default full, int8, int4, int2, int1, snapkv:1024.")
+        list[str] | None,
+        typer.Option(help="Plans of steps and prompts, by default full, int8, int4, int2, int1 and snapkv:1024."),
     ] = None,
     threads: Annotated[
         list[int] | None,

@@ -6,28 +6,35 @@ from dataclasses import replace
 
 import torch
 
-from kvtailor.arranged import Arranged
 from kvtailor.kernels import choice
 from kvtailor.layers.call import Call
 from kvtailor.layers.row import Part
 from kvtailor.quantize.hadamard import rotate, unrotate
 
 
-def serves(call: Call, parts: list[Part]) -> bool:
-    """Whether the environment asks for the Triton kernels, and they know everything that the call asks for."""
-    fits = call.bias is None and bool(parts) and all(_fits(part) for part in parts)
-    return fits and choice.active() == "triton" and (call.mask is None or _only_hides(call.mask))
+def serves(query: torch.Tensor, call: Call, parts: list[Part]) -> bool:
+    """Whether the environment asks for the Triton kernels, and they know everything that the call asks for.
+
+    Parameters
+    ----------
+    query, call, parts : as for :func:`attend_by_parts`.
+    """
+    if choice.active() != "triton" or call.bias is not None or not parts:
+        return False
+    if call.mask is not None and not _only_hides(call.mask):
+        return False
+    from kvtailor.kernels.triton.check import can_attend
+
+    return all(
+        can_attend(query[part.heads].flatten(1, 2), part.keys, part.values, call.softcap)  # type: ignore[arg-type]
+        for part in parts
+    )
 
 
 def _only_hides(mask: torch.Tensor) -> bool:
     if mask.dtype == torch.bool:
         return True
     return bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)).all())
-
-
-def _fits(part: Part) -> bool:
-    outliers = None if isinstance(part.keys, torch.Tensor) else part.keys.outliers
-    return outliers is None and not isinstance(part.keys, Arranged)
 
 
 def attend_by_parts(query: torch.Tensor, call: Call, index: int, parts: list[Part], value_dim: int) -> torch.Tensor:

@@ -44,12 +44,7 @@ class PackedEvictingLayer(PolicyLayer):
 
     def evict(self, row: Row, capacity: int, target: int) -> None:
         """Drop the packed blocks of least mean importance."""
-        excess = -(-(max(row.lengths) - target) // GROUP_TOKENS)
-        worth = self._block_worth(row, capacity, target)
-        weakest = sorted(
-            (block for block in worth if worth[block] < float("inf")), key=lambda block: (worth[block], block)
-        )
-        going = set(weakest[:excess])
+        going = self._weakest(row, self._block_worth(row, capacity, target), max(row.lengths) - target)
         if going:
             row.segments = [
                 kept
@@ -58,13 +53,22 @@ class PackedEvictingLayer(PolicyLayer):
             ]
             self.dropped = True
 
+    def _weakest(self, row: Row, worth: dict[tuple[int, int], float], excess: int) -> set[tuple[int, int]]:
+        """The blocks of least worth that free ``excess`` tokens, or all that may go."""
+        going = set()
+        for block in sorted((one for one in worth if worth[one] < torch.inf), key=lambda one: (worth[one], one)):
+            if excess > 0:
+                going.add(block)
+                excess -= min(GROUP_TOKENS, row.segments[block[0]].length)
+        return going
+
     def _block_worth(self, row: Row, capacity: int, target: int) -> dict[tuple[int, int], float]:
         held = self.held(row)
         recent = self.allowance.recent(capacity, target)
         scores = protect(self.policy.importance(held), held.lengths, self.plan.keep.sinks, recent).mean(dim=0)
         worth, place = {}, 0
         for number, segment in enumerate(row.segments):
-            if segment.is_packed and segment.length % GROUP_TOKENS == 0:
+            if segment.is_packed:  # in whole blocks, or what a crop left of one
                 blocks = scores[place : place + segment.length].split(GROUP_TOKENS)
                 worth.update({(number, block): float(part.mean()) for block, part in enumerate(blocks)})
             place += segment.length
@@ -75,7 +79,7 @@ def without(segment: Segment, blocks: set[int]) -> Segment | None:
     """A packed segment without some of its blocks; None if nothing is left."""
     if not blocks:
         return segment
-    stay = [block for block in range(segment.length // GROUP_TOKENS) if block not in blocks]
+    stay = [block for block in range(-(-segment.length // GROUP_TOKENS)) if block not in blocks]
     if not stay:
         return None
     assert isinstance(segment.keys, Codes) and isinstance(segment.values, Codes)

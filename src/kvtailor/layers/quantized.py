@@ -34,11 +34,10 @@ class QuantizedLayer(RowsLayer):
             self.packing.seal(row)
 
     def _update_unattended(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first = self.seen
+        self.make_room(key.shape[2])
+        places = torch.arange(self.seen, self.seen + key.shape[2], device=self.device)
         self.seen += key.shape[2]
-        places = torch.arange(first, self.seen, device=self.device)
         for row, row_key, row_value in zip(self.rows, key, value, strict=True):
-            self.packing.seal(row)
             row.tail.append(row_key, row_value, places)
             row.total += len(places)
         return self._dense()

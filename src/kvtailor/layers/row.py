@@ -79,10 +79,10 @@ class Window:
             torch.cat([self.slots, slots])[-size:].clone(),
         )
 
-    def before(self, slot: int) -> Window:
-        """The queries at slots below ``slot``."""
+    def before(self, slot: int) -> Window | None:
+        """The queries at slots below ``slot``; None if there are none."""
         count = int((self.slots < slot).sum())
-        return Window(self.queries[:, :, :count], self.slots[:count])
+        return None if count == 0 else Window(self.queries[:, :, :count], self.slots[:count])
 
 
 class Row:
@@ -275,6 +275,7 @@ class Row:
         ]
         return torch.cat([*sealed, self.tail.padded(self.tail.keys).float().norm(dim=-1)], dim=1)
 
+    @torch.inference_mode(False)  # what is kept must be ordinary tensors
     def seal(self, count: int, store: Store) -> None:
         """Turn the first ``count`` tokens of the tail into a segment.
 
@@ -292,11 +293,12 @@ class Row:
 
     def crop(self, slot: int) -> None:
         """Forget every token at ``slot`` and later."""
+        before = self.sealed
         lost = self.tail.drop_from(slot)
-        kept = [segment.before(slot) for segment in self.segments]
-        lost += sum(old.length - (new.length if new else 0) for old, new in zip(self.segments, kept, strict=True))
-        self.segments = [segment for segment in kept if segment is not None]
-        self.total -= lost
+        self.segments = [part for segment in self.segments for part in segment.before(slot)]
+        # Of what was dropped before, too, no more than stands below the slot is left.
+        self.total = max(0, min(self.total - lost - before + self.sealed, slot - self.first))
+        self.prompt = min(self.prompt, self.total)
         if self.window is not None:
             self.window = self.window.before(slot)
 

@@ -87,7 +87,6 @@ class RowsLayer(TailoredLayer):
         native_tail = self.path is not None
         self.rows = [Row(key_states[0], value_states[0], self.marked, native_tail) for _ in range(key_states.shape[0])]
         self._zero = torch.zeros(1, dtype=self.dtype, device=self.device)
-        self._first = torch.zeros(1, dtype=torch.long, device=self.device)
         self.is_initialized = True
 
     def check_sizes(self) -> None:
@@ -165,7 +164,7 @@ class RowsLayer(TailoredLayer):
 
     def _real_tokens(self, count: int, mask: torch.Tensor | None) -> list[torch.Tensor]:
         """Per row, the places among ``count`` new tokens that are no padding."""
-        every = self._first if count == 1 else torch.arange(count, device=self.device)
+        every = torch.arange(count, device=self.device)
         if mask is None:
             return [every] * len(self.rows)
         seen = mask[:, 0, :, -count:]  # (B or 1, q, n)
@@ -206,7 +205,7 @@ class RowsLayer(TailoredLayer):
 
     def _attend_row(self, row: Row, query: torch.Tensor, call: Call, index: int) -> torch.Tensor:
         parts = self.visible_parts(row)
-        if by_parts.serves(call, parts):
+        if by_parts.serves(query, call, parts):
             return by_parts.attend_by_parts(query, call, index, parts, self.dims[1])
         return row.attend(query, call, index, parts)
 

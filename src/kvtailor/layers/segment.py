@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvtailor.arranged import Arranged, Codes
+from kvtailor.formats import GROUP_TOKENS
 from kvtailor.kernels import native
 
 
@@ -73,15 +74,19 @@ class Segment:
         if self.marks is not None:
             yield self.marks
 
-    def before(self, slot: int) -> Segment | None:
-        """The tokens at slots below ``slot``; None if there are none."""
+    @torch.inference_mode(False)  # what is kept must be ordinary tensors
+    def before(self, slot: int) -> list[Segment]:
+        """The tokens at slots below ``slot``: whole blocks, and what is left of a block on its own."""
         count = int((self.slots() < slot).sum())
         if count == self.length:
-            return self
-        if count == 0:
-            return None
-        keys, values = (_first(part, count) for part in (self.keys, self.values))
-        return Segment(keys, values, self.positions[:count], None if self.marks is None else self.marks[:, :count])
+            return [self]
+        whole = count // GROUP_TOKENS * GROUP_TOKENS if self.is_packed else 0
+        return [self._between(*ends) for ends in ((0, whole), (whole, count)) if ends[0] < ends[1]]
+
+    def _between(self, start: int, stop: int) -> Segment:
+        keys, values = (_between(part, start, stop) for part in (self.keys, self.values))
+        marks = None if self.marks is None else self.marks[:, start:stop].clone()
+        return Segment(keys, values, self.positions[start:stop], marks)
 
     def with_marks(self, marks: torch.Tensor) -> Segment:
         """The same tokens with other marks."""
@@ -94,5 +99,10 @@ def run_of(positions: torch.Tensor) -> torch.Tensor | range:
     return range(first, last + 1) if last - first + 1 == len(positions) else positions
 
 
-def _first(part: torch.Tensor | Codes, count: int) -> torch.Tensor | Codes:
-    return part.narrow(count) if isinstance(part, Codes) else part[:, :count].clone()
+def _between(part: torch.Tensor | Codes, start: int, stop: int) -> torch.Tensor | Codes:
+    if not isinstance(part, Codes):
+        return part[:, start:stop].clone()
+    if start == 0:
+        return part.narrow(stop)
+    block = torch.tensor([start // GROUP_TOKENS], device=part.scale.device)
+    return part.select_blocks(block).narrow(stop - start)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from kvtailor.arranged import Codes
-from kvtailor.errors import CacheError, PlanError
+from kvtailor.errors import CacheError, KernelError, PlanError
 from kvtailor.formats import Packed, PackedFormat, check_format, half_limit
 from kvtailor.kernels.reference import canonical, dequantise
 from kvtailor.quantize.bits import pack_codes
@@ -34,6 +36,7 @@ def pack(
     ------
     PlanError : the format cannot hold x, or the outlier channels cannot be kept.
     CacheError : no tokens, or no whole number of groups of tokens.
+    KernelError : a number is not finite.
     """
     heads, length, dim = x.shape
     check_format(fmt, dim)
@@ -46,7 +49,10 @@ def pack(
         outlier_channels = outlier_channels.to(torch.int16) if outlier_channels.numel() else None
     fill = None if outlier_channels is None else _fill_channels(outlier_channels, fmt, dim)
     blocks = x.split(PACK_TOKENS, dim=1)
-    dtype = scale_dtype or _scale_dtype(blocks, fmt, fill)
+    peaks = [_peak(block) for block in blocks]
+    if not all(map(math.isfinite, peaks)):
+        raise KernelError("numbers to pack: one is not finite; allowed: finite numbers")
+    dtype = scale_dtype or _scale_dtype(blocks, max(peaks), fmt, fill)
     return Packed.cat([_pack_block(block, fmt, outlier_channels, fill, dtype) for block in blocks])
 
 
@@ -110,14 +116,14 @@ def _fill_channels(channels: Tensor, fmt: PackedFormat, dim: int) -> Tensor:
     return torch.where(outlier, first, own)
 
 
-def _scale_dtype(blocks: tuple[Tensor, ...], fmt: PackedFormat, fill: Tensor | None) -> torch.dtype:
+def _scale_dtype(blocks: tuple[Tensor, ...], peak: float, fmt: PackedFormat, fill: Tensor | None) -> torch.dtype:
     dim = blocks[0].shape[-1]
     limit = half_limit(fmt)
     growth = (dim & -dim) ** 0.5 if fmt.rotated else 1.0  # the most that a rotation can enlarge a number
-    if max(_peak(block) for block in blocks) * growth <= limit:
+    if peak * growth <= limit:
         return torch.float16
-    peak = max(_peak(_stored(block, fmt, fill)) for block in blocks)
-    return torch.float16 if peak <= limit else torch.bfloat16
+    stored = max(_peak(_stored(block, fmt, fill)) for block in blocks)
+    return torch.float16 if stored <= limit else torch.bfloat16
 
 
 def _peak(x: Tensor) -> float:

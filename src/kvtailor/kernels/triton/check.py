@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import KernelError
-from kvtailor.formats import CHANNEL_GROUPS, Packed, PackedFormat, check_format
+from kvtailor.formats import Packed, PackedFormat, check_format
 from kvtailor.kernels.triton.numbers import INTERPRETED
 from kvtailor.kernels.triton.operand import DENSE_KINDS
 
 _MOST_CHANNELS = 256
 _MOST_PARTS = 4096
+_MOST_LAUNCHES = 65_535  # of an axis of a grid
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _SCALE_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -34,6 +35,15 @@ def check_attend(
     allowed = [(heads, query.shape[1], _length(keys)) for heads in (1, query.shape[0])]
     if tuple(visible.shape) not in allowed:
         raise KernelError(f"visible has shape {tuple(visible.shape)}; allowed: {allowed[0]} or {allowed[1]}")
+
+
+def can_attend(query: Tensor, keys: Tensor | Packed, values: Tensor | Packed, softcap: float | None) -> bool:
+    """Whether `attend` serves these."""
+    try:
+        check_attend(query, keys, values, softcap, None)
+    except KernelError:
+        return False
+    return True
 
 
 def check_scores(query: Tensor, keys: Tensor | Packed) -> None:
@@ -59,6 +69,8 @@ def check_gather(
         raise KernelError(
             f"index has shape {tuple(index.shape)}; allowed: ({heads}, k) or ({heads}, {rows}, k), k 1 or more"
         )
+    if index.dim() == 3 and heads * rows > _MOST_LAUNCHES:
+        raise KernelError(f"queries with rows of their own: {heads * rows}; allowed: up to {_MOST_LAUNCHES}")
     if check_index:
         least, most = (int(bound) for bound in index.aminmax())
         if least < 0 or most >= keys.shape[1]:
@@ -126,8 +138,6 @@ def _check_layout(name: str, x: Packed) -> None:
         )
     if fmt.axis == "token" and fmt.group != x.dim and fmt.group % 8:
         raise KernelError(f"group of packed {name} is {fmt.group} channels; allowed in this kernel: multiples of 8")
-    if fmt.axis == "channel" and fmt.group not in CHANNEL_GROUPS:
-        raise KernelError(f"group of packed {name} is {fmt.group} tokens; allowed: 32 or 64")
 
 
 def _check_dense(name: str, x: Tensor) -> None:
