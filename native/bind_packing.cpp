@@ -18,7 +18,6 @@ namespace kvtailor {
 namespace {
 
 constexpr std::int64_t BLOCKS_OF_JOB = 32;
-constexpr double WORK_OF_THREADS = 1e6;  // numbers below which one thread is faster
 
 // Numbers of heads that are only read: (H, n, D), any strides but the innermost.
 class Heads {
@@ -109,18 +108,18 @@ void unpack_heads(const std::string& kernels, const PyCodes& codes, Array out, i
     const Kernels& table = named(kernels);
     const std::int64_t dim = codes.dim(), blocks = (codes.length() + BLOCK - 1) / BLOCK;
     const std::int64_t jobs = (blocks + BLOCKS_OF_JOB - 1) / BLOCKS_OF_JOB;
+    const double numbers = static_cast<double>(out.size());
     nb::gil_scoped_release release;
-    run_all(codes.heads() * jobs, static_cast<double>(codes.length() * dim) < WORK_OF_THREADS ? 1 : threads,
-            [&](std::int64_t job) {
-                const std::int64_t head = job / jobs, first = job % jobs * BLOCKS_OF_JOB;
-                const Codes of_head = codes.of_head(head);
-                float* x = static_cast<float*>(out.data()) + head * out.stride(0);
-                for (std::int64_t b = first; b < std::min(first + BLOCKS_OF_JOB, blocks); ++b) {
-                    const std::int64_t tokens = std::min<std::int64_t>(BLOCK, codes.length() - b * BLOCK);
-                    table.unpack(from_block(of_head, b), codes.values(), tokens, x + b * BLOCK * dim);
-                    if (unrotate && of_head.rotated) table.rotate(x + b * BLOCK * dim, tokens, codes.dim());
-                }
-            });
+    run_all(codes.heads() * jobs, threads_for(numbers, LEAST_NUMBERS, threads), [&](std::int64_t job) {
+        const std::int64_t head = job / jobs, first = job % jobs * BLOCKS_OF_JOB;
+        const Codes of_head = codes.of_head(head);
+        float* x = static_cast<float*>(out.data()) + head * out.stride(0);
+        for (std::int64_t b = first; b < std::min(first + BLOCKS_OF_JOB, blocks); ++b) {
+            const std::int64_t tokens = std::min<std::int64_t>(BLOCK, codes.length() - b * BLOCK);
+            table.unpack(from_block(of_head, b), codes.values(), tokens, x + b * BLOCK * dim);
+            if (unrotate && of_head.rotated) table.rotate(x + b * BLOCK * dim, tokens, codes.dim());
+        }
+    });
 }
 
 float peak_of_heads(const std::string& kernels, const Given& given, bool rotated, int threads) {
@@ -128,8 +127,9 @@ float peak_of_heads(const std::string& kernels, const Given& given, bool rotated
     const Kernels& table = named(kernels);
     std::vector<float> peaks(x.heads());
     {
+        const double numbers = static_cast<double>(x.heads() * x.tokens() * x.dim());
         nb::gil_scoped_release release;
-        run_all(x.heads(), static_cast<double>(x.tokens() * x.dim()) < WORK_OF_THREADS ? 1 : threads,
+        run_all(x.heads(), threads_for(numbers, LEAST_NUMBERS, threads),
                 [&](std::int64_t h) { peaks[h] = table.peak(x.rows(h, 0), x.tokens(), x.dim(), rotated); });
     }
     float most = 0;

@@ -18,7 +18,6 @@ using namespace nb::literals;
 namespace kvtailor {
 namespace {
 
-constexpr double WORK_OF_THREADS = 1e6;  // scores below which one thread is faster
 constexpr std::int64_t TOKENS_OF_JOB = 8192;
 
 std::int64_t size_of(const Array& array, std::size_t axis) { return static_cast<std::int64_t>(array.shape(axis)); }
@@ -86,8 +85,9 @@ void best_of_group(const std::string& kernels, const Given& given, Array out, co
     const Kernels& table = named(kernels);
     std::atomic<bool> numbers{true};
     {
+        const double work = static_cast<double>(scores.size());
         nb::gil_scoped_release release;
-        run_all(heads, static_cast<double>(scores.size()) < WORK_OF_THREADS ? 1 : threads, [&](std::int64_t h) {
+        run_all(heads, threads_for(work, LEAST_NUMBERS, threads), [&](std::int64_t h) {
             const CombineJob job{singles(scores, h * scores.stride(0)), scores.stride(1),
                                  static_cast<int>(scores.shape(1)), n, how, singles(out, h * out.stride(0))};
             if (!table.combine(job)) numbers = false;
@@ -141,8 +141,9 @@ void channel_scores(const std::string& kernels, const Given& given_query, const 
     const std::vector<float> picked = picked_queries(query, channels, scale);
     const Kernels& table = named(kernels);
     const std::int64_t jobs = (n + TOKENS_OF_JOB - 1) / TOKENS_OF_JOB;
+    const double work = static_cast<double>(out.size());
     nb::gil_scoped_release release;
-    run_all(heads * jobs, static_cast<double>(out.size()) < WORK_OF_THREADS ? 1 : threads, [&](std::int64_t i) {
+    run_all(heads * jobs, threads_for(work, LEAST_NUMBERS, threads), [&](std::int64_t i) {
         const std::int64_t h = i / jobs, first = i % jobs * TOKENS_OF_JOB;
         table.channel_scores({picked.data() + h * group * count, static_cast<int>(group), static_cast<int>(count),
                               at(keys, h * keys.stride(0) + first), keys.stride(1),

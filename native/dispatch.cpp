@@ -5,19 +5,13 @@
 #include <cmath>
 #include <exception>
 
-#include "half.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 namespace kvtailor {
 
 namespace {
 
+constexpr int MOST_THREADS = 1024;
 constexpr std::int64_t LEAST_BLOCKS = 16;   // of a stretch that a thread takes
 constexpr int QUERIES_AT_ONCE = 256;        // of a long prompt that share a block in fp32
-constexpr double WORK_OF_THREADS = 4e4;     // tokens times rows below which one thread is faster
 
 struct Candidate {
     const Kernels* kernels;
@@ -46,9 +40,10 @@ std::vector<Candidate> candidates() {
 template <class Each>
 void spread(std::int64_t count, int threads, Each each) {
 #ifdef _OPENMP
-    if (threads > 1 && count > 1) {
+    const int taken = static_cast<int>(std::min<std::int64_t>(count, threads));
+    if (taken > 1) {
         std::exception_ptr error;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
+#pragma omp parallel for schedule(dynamic) num_threads(taken)
         for (std::int64_t i = 0; i < count; ++i) {
             try {
                 each(i);
@@ -71,31 +66,27 @@ struct Unit {
     std::int64_t begin, end;
 };
 
-int threads_for(const std::vector<Task>& tasks, int threads) {
-    double work = 0;
-    for (const Task& task : tasks) work += static_cast<double>(task.tokens) * task.query.total;
-    return work < WORK_OF_THREADS ? 1 : threads;
-}
-
-// Tasks in units of at most `queries` rows; stretches are cut where there are fewer tasks than threads want.
+// A task in units: a long prompt's rows head by head, some at a time, where they may be cut; stretches are cut where
+// there are fewer tasks than threads want.
 void add_units(std::vector<Unit>& units, const std::vector<Task>& tasks, std::size_t t, int threads, bool cut_rows) {
-        const Query& query = tasks[t].query;
-        const std::int64_t blocks = tasks[t].blocks();
-        if (blocks == 0) return;
-        const bool many = query.total > MOST_ROWS;
-        const int step = !many || !cut_rows ? query.total
-                         : query.count >= QUERIES_AT_ONCE / 4 ? std::min(query.count, QUERIES_AT_ONCE)
-                                                              : query.total;
-        std::int64_t stretches = 1;
-        if (!many && threads > 1)
-            stretches = std::clamp<std::int64_t>(blocks / LEAST_BLOCKS, 1,
-                                                 (4 * threads + tasks.size() - 1) / tasks.size());
-        const int span = step < query.total ? query.count : query.total;  // rows of one head, or all
-        for (int head = 0; head < query.total; head += span)
-            for (int row = 0; row < span; row += step)
-                for (std::int64_t s = 0; s < stretches; ++s)
-                    units.push_back({t, head + row, std::min(step, span - row), blocks * s / stretches,
-                                     blocks * (s + 1) / stretches});
+    const Query& query = tasks[t].query;
+    const std::int64_t blocks = tasks[t].blocks();
+    if (blocks == 0) return;
+    const bool many = query.total > MOST_ROWS;
+    const int step = !many || !cut_rows                    ? query.total
+                     : query.count >= QUERIES_AT_ONCE / 4 ? std::min(query.count, QUERIES_AT_ONCE)
+                                                          : query.total;
+    std::int64_t stretches = 1;
+    if (!many && threads > 1) {
+        const std::int64_t count = static_cast<std::int64_t>(tasks.size());
+        stretches = std::clamp<std::int64_t>(blocks / LEAST_BLOCKS, 1, (4 * threads + count - 1) / count);
+    }
+    const int span = step < query.total ? query.count : query.total;  // rows of one head, or all
+    for (int head = 0; head < query.total; head += span)
+        for (int row = 0; row < span; row += step)
+            for (std::int64_t s = 0; s < stretches; ++s)
+                units.push_back({t, head + row, std::min(step, span - row), blocks * s / stretches,
+                                 blocks * (s + 1) / stretches});
 }
 
 std::vector<Unit> units_of(const std::vector<Task>& tasks, int threads, bool cut_rows) {
@@ -130,8 +121,13 @@ void merge_row(float& most, float& sum, float* acc, float other_most, float othe
     for (int c = 0; c < dim; ++c) acc[c] += factor * other_acc[c];
 }
 
+double logits_of(const std::vector<Task>& tasks) {
+    double logits = 0;
+    for (const Task& task : tasks) logits += static_cast<double>(task.tokens) * task.query.total;
+    return logits;
+}
+
 std::vector<Result> run_states(const Kernels& kernels, const std::vector<Task>& tasks, int threads, bool values) {
-    threads = threads_for(tasks, threads);
     const std::vector<Unit> units = units_of(tasks, threads, true);
     std::vector<Result> parts(units.size()), results(tasks.size());
     spread(static_cast<std::int64_t>(units.size()), threads, [&](std::int64_t u) {
@@ -163,6 +159,10 @@ std::vector<Result> run_states(const Kernels& kernels, const std::vector<Task>& 
 
 }  // namespace
 
+int threads_for(double work, double least, int threads) {
+    return work < least ? 1 : std::clamp(threads, 1, MOST_THREADS);
+}
+
 std::vector<std::string> instruction_sets() {
     std::vector<std::string> names;
     for (const Candidate& candidate : candidates())
@@ -182,12 +182,12 @@ float sum_with_sink(const Task& task, const Result& state, int row) {
 }
 
 std::vector<Result> attend(const Kernels& kernels, const std::vector<Task>& tasks, int threads) {
-    return run_states(kernels, tasks, threads, true);
+    return run_states(kernels, tasks, threads_for(logits_of(tasks), LEAST_LOGITS, threads), true);
 }
 
 bool scores(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
             std::int64_t row_stride, int threads) {
-    threads = threads_for(tasks, threads);
+    threads = threads_for(logits_of(tasks), LEAST_LOGITS, threads);
     std::vector<Unit> units;
     for (const Unit& unit : units_of(tasks, threads, false))
         for (int row = 0; row < unit.rows; row += MOST_ROWS)
@@ -207,7 +207,7 @@ bool scores(const Kernels& kernels, const std::vector<Task>& tasks, const std::v
 
 bool mass(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
           std::int64_t head_stride, int threads) {
-    threads = threads_for(tasks, threads);
+    threads = threads_for(logits_of(tasks), LEAST_LOGITS, threads);
     const std::vector<Result> states = run_states(kernels, tasks, threads, false);
     for (const Result& state : states)
         for (const float sum : state.sum)
@@ -232,7 +232,7 @@ bool pack(const Kernels& kernels, const std::vector<PackJob>& jobs, int threads)
     double numbers = 0;
     for (const PackJob& job : jobs) numbers += static_cast<double>(job.tokens) * job.out.dim;
     std::atomic<bool> finite{true};
-    spread(static_cast<std::int64_t>(jobs.size()), numbers < 1e6 ? 1 : threads, [&](std::int64_t j) {
+    spread(static_cast<std::int64_t>(jobs.size()), threads_for(numbers, LEAST_NUMBERS, threads), [&](std::int64_t j) {
         if (!kernels.pack(jobs[j])) finite = false;
     });
     return finite;

@@ -15,6 +15,13 @@ std::vector<std::string> instruction_sets();
 // The kernels of a name; null where this processor cannot run them.
 const Kernels* kernels_named(const std::string& name);
 
+// Work below which one thread is faster.
+constexpr double LEAST_LOGITS = 4e4;   // of attention: tokens times rows
+constexpr double LEAST_NUMBERS = 1e6;  // packed, read back, or scores looked through
+
+// The threads to take for some work out of those that a call may have.
+int threads_for(double work, double least, int threads);
+
 // The queries of one KV head of one sequence, and what they look at.
 struct Task {
     std::vector<float> rows;  // (heads of the group * count, key_dim), times the scale
@@ -40,8 +47,8 @@ float sum_with_sink(const Task& task, const Result& state, int row);
 // Softmax state, without sinks, and weighted values of every task's rows.
 std::vector<Result> attend(const Kernels& kernels, const std::vector<Task>& tasks, int threads);
 
-// Weighed logits of every task: (rows, row_stride) at outs[task], HIDDEN behind the task's tokens. False where one is not
-// finite.
+// Weighed logits of every task: (rows, row_stride) at outs[task], HIDDEN behind the task's tokens. False where one is
+// not finite.
 bool scores(const Kernels& kernels, const std::vector<Task>& tasks, const std::vector<float*>& outs,
             std::int64_t row_stride, int threads);
 

@@ -15,7 +15,6 @@ namespace {
 constexpr int LANES = 16;
 constexpr std::int64_t MOST_BLOCK = 64;
 constexpr std::int64_t PEAKS_PER_RESULT = 4;  // blocks for each, so that few scores lie above the k-th peak
-constexpr double WORK_OF_THREADS = 1e6;       // scores below which one thread is faster
 
 // Four scores, in what every processor of a kind has for them.
 typedef float Four __attribute__((vector_size(16)));
@@ -130,8 +129,8 @@ bool top_of_row(const float* scores, std::int64_t n, std::int64_t k, std::int64_
 
 bool topk(const TopJob& job, int threads) {
     std::atomic<bool> numbers{true};
-    const double work = static_cast<double>(job.rows) * static_cast<double>(job.n);
-    run_all(job.rows, work < WORK_OF_THREADS ? 1 : threads, [&](std::int64_t row) {
+    const double scores = static_cast<double>(job.rows) * static_cast<double>(job.n);
+    run_all(job.rows, threads_for(scores, LEAST_NUMBERS, threads), [&](std::int64_t row) {
         if (!top_of_row(job.scores + row * job.row_stride, job.n, job.k, job.out + row * job.out_stride))
             numbers = false;
     });

@@ -234,6 +234,26 @@ def test_rows_of_a_batch_differ_in_length_and_threads_change_nothing(path):
 
 
 @paths
+@pytest.mark.parametrize("threads", [-1, 0, 20000, 2**31 - 1])
+def test_no_number_of_threads_is_too_large_or_too_small(path, threads):
+    heads, length, dim = 2, 5000, 16
+    keys, values = numbers(0, heads, length, dim), numbers(1, heads, length, dim)
+    rows: list[native.Row] = [([native.hand_segment(keys, values, range(length))], None, [])]
+    query = numbers(2, 1, heads * 5, 1, dim)
+
+    def found(threads: int) -> list[Tensor]:
+        out, scores, sums = torch.empty_like(query), torch.empty(1, 10, 1, length), torch.zeros(1, 10, length)
+        weighing = (0.25, 0.0, False, 0, 0, None, None)
+        _native.attend(path, rows, query, out, None, None, *weighing, "exact", threads)
+        _native.scores(path, rows, query, scores, *weighing, "exact", threads)
+        _native.mass(path, rows, query, sums, None, *weighing, threads)
+        return [out, scores, sums]
+
+    for many, one in zip(found(threads), found(1), strict=True):
+        torch.testing.assert_close(many, one, atol=1e-6, rtol=1e-5)
+
+
+@paths
 @PROPERTY
 @given(
     seed=st.integers(0, 999),

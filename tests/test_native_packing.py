@@ -241,6 +241,17 @@ def test_threads_change_nothing(path, values):
 
 
 @paths
+@pytest.mark.parametrize("threads", [-1, 0, 20000, 2**31 - 1])
+def test_no_number_of_threads_is_too_large_or_too_small(path, threads):
+    x = numbers(3, 16, 1024, 64)  # enough over all heads together
+    fmt = make_format(4, "token", 64, "minmax", False)
+    one = pack_natively(path, x, fmt, True)
+    assert_equal(pack_natively(path, x, fmt, True, threads=threads), one)
+    assert torch.equal(unpack_natively(path, one, threads=threads), unpack_natively(path, one))
+    assert _native.peak(path, x, False, threads) == _native.peak(path, x)
+
+
+@paths
 @PROPERTY
 @given(
     seed=st.integers(0, 999),

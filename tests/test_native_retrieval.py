@@ -99,6 +99,14 @@ def test_rows_may_lie_apart_and_threads_change_nothing():
     assert torch.equal(wide[:, k:], one) and bool((wide[:, :k] == -1).all())
 
 
+@pytest.mark.parametrize("threads", [-1, 0, 20000, 2**31 - 1])
+def test_no_number_of_threads_is_too_large_or_too_small(threads):
+    scores, group = numbers(1, 8, 200000), numbers(2, 8, 2, 70000)
+    assert torch.equal(top(scores, 100, threads), top(scores, 100))
+    for path in PATHS:
+        assert torch.equal(combined(path, group, "softmax", threads), combined(path, group, "softmax"))
+
+
 @pytest.mark.parametrize("n", [1, 15, 100, 5000, 5003])
 def test_a_score_that_is_no_number_is_an_error(n):
     for place in {0, n // 2, n - 1}:
