@@ -36,9 +36,8 @@ inline void weigh_row(const Query& query, int row, const Piece& piece, std::int6
 inline bool all_hidden(const Query& query, const Piece& piece, std::int64_t first, int tokens) {
     const Weigh& weigh = query.weigh;
     if (weigh.mask) return false;
-    int least = query.query_of(0), most = least;
-    if (query.heads > 1 || query.query_of(0) + query.total > query.count) least = 0, most = query.count - 1;
-    else most = least + query.total - 1;
+    int least = query.query_of(0), most = least + query.total - 1;
+    if (most >= query.count) least = 0, most = query.count - 1;  // rows of several heads
     if (weigh.causal && piece.slot(first) > weigh.first + most) return true;
     return weigh.window && piece.slot(first + tokens - 1) <= weigh.first + least - weigh.window;
 }

@@ -254,6 +254,40 @@ def test_no_number_of_threads_is_too_large_or_too_small(path, threads):
 
 
 @paths
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    bits=st.sampled_from((0, 4)),
+    heads=st.integers(1, 2),
+    group=st.integers(1, 4),
+    count=st.sampled_from((3, 20, 70, 300)),
+    length=st.integers(1, 450),
+    window=st.sampled_from((0, 1, 100)),
+)
+def test_prompts_of_grouped_heads_see_what_slots_show_them_however_they_are_cut(
+    path, seed, bits, heads, group, count, length, window
+):
+    dim, slots = 16, length + 60
+    if bits:
+        codes = packed_pair(seed, bits, "rotated", heads, length, dim, dim)
+        keys, values = unpack(codes[0]), unpack(codes[1])
+    else:
+        codes = keys, values = numbers(seed, heads, length, dim), numbers(seed + 1, heads, length, dim)
+    positions = torch.randperm(slots, generator=torch.Generator().manual_seed(seed))[:length].sort().values
+    rows: list[native.Row] = [([native.hand_segment(*codes, positions.int())], None, [])]
+    query = numbers(seed + 2, 1, heads * group, count, dim)
+    weighing = Weighing(scale=0.25, causal=True, window=window, first=seed % slots)
+    out, lse = run(path, rows, query, weighing, dim, precision="exact")
+    mass = native.mass(path, rows, query, weighing, length)
+    of_heads = positions.expand(heads, -1)
+    wanted, wanted_lse = expected(query[0], keys, values, weighing, of_heads)
+    probs, _ = expected(query[0], keys, torch.eye(length).expand(heads, -1, -1), weighing, of_heads)
+    torch.testing.assert_close(out[0].double(), wanted, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse[0].double(), wanted_lse, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(mass[0].double(), probs.sum(dim=1), atol=1e-4, rtol=1e-3)
+
+
+@paths
 @PROPERTY
 @given(
     seed=st.integers(0, 999),
