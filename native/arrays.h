@@ -42,7 +42,8 @@ inline std::string shape_of(const Array& array) {
 inline bool is_float(const Array& array) {
     const nb::dlpack::dtype dtype = array.dtype();
     if (dtype.lanes != 1) return false;
-    if (dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float)) return dtype.bits == 32 || dtype.bits == 16;
+    if (dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float))
+        return dtype.bits == 32 || dtype.bits == 16;
     return dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat) && dtype.bits == 16;
 }
 
@@ -60,7 +61,8 @@ inline Dtype dtype_of(const char* name, const Array& array) {
     return array.dtype().code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float) ? Dtype::f16 : Dtype::bf16;
 }
 
-inline void check_kind(const char* name, const Array& array, nb::dlpack::dtype_code code, int bits, const char* allowed) {
+inline void check_kind(const char* name, const Array& array, nb::dlpack::dtype_code code, int bits,
+                       const char* allowed) {
     if (array.dtype().code != static_cast<std::uint8_t>(code) || array.dtype().bits != bits || array.dtype().lanes != 1)
         refuse_all(name, ": dtype is not allowed; allowed: ", allowed);
 }

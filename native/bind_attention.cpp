@@ -186,7 +186,8 @@ public:
         if (static_cast<std::int64_t>(keys.shape(0)) != heads() || static_cast<int>(keys.shape(2)) != key_dim() ||
             static_cast<int>(values.shape(2)) != value_dim())
             refuse_all("appended keys have shape ", shape_of(keys), "; allowed: (", heads(), ", any, ", key_dim(), ")");
-        if (dtype_of("keys", keys) != dtype_of("keys", keys_) || dtype_of("values", values) != dtype_of("values", values_))
+        if (dtype_of("keys", keys) != dtype_of("keys", keys_) ||
+            dtype_of("values", values) != dtype_of("values", values_))
             refuse("appended tokens have another dtype than those held");
         check_lengths(lengths);
         check_slots(first, count);
@@ -444,8 +445,6 @@ private:
                     b * query.stride(0) + (h * group + g) * query.stride(1) + q * query.stride(2);
                 for (int c = 0; c < dim_; ++c) out[c] = number_at(dtype, query.data(), place + c) * scale;
             }
-
-
     }
 
     std::int64_t batch_, heads_ = 0, query_heads_ = 0, count_ = 0, longest_ = 0;
@@ -534,8 +533,8 @@ void bind_attention(nb::module_& m) {
           "threads"_a);
     m.def("scores", &score_rows, "kernels"_a, "rows"_a, "query"_a, "out"_a, "scale"_a, "softcap"_a, "causal"_a,
           "window"_a, "first"_a, "mask"_a.none(), "bias"_a.none(), "precision"_a, "threads"_a);
-    m.def("mass", &mass_of_rows, "kernels"_a, "rows"_a, "query"_a, "out"_a, "sinks"_a.none(), "scale"_a, "softcap"_a, "causal"_a,
-          "window"_a, "first"_a, "mask"_a.none(), "bias"_a.none(), "threads"_a);
+    m.def("mass", &mass_of_rows, "kernels"_a, "rows"_a, "query"_a, "out"_a, "sinks"_a.none(), "scale"_a, "softcap"_a,
+          "causal"_a, "window"_a, "first"_a, "mask"_a.none(), "bias"_a.none(), "threads"_a);
 }
 
 }  // namespace kvtailor

@@ -12,7 +12,7 @@ constexpr float HIDDEN = -1e30f;
 
 enum class Dtype : std::uint8_t { f32, f16, bf16 };
 
-// One head's codes, in lines of 64 bytes (see blocks.h).
+// One head's codes, in lines of 64 bytes (see dot.h).
 struct Codes {
     int bits = 0;              // 1, 2, 3, 4 or 8
     int dim = 0;               // channels
@@ -31,7 +31,7 @@ struct Codes {
     bool rotated = false;
 };
 
-// Rows of numbers; `index`, if any, picks them.
+// Rows of numbers.
 struct Rows {
     const void* data = nullptr;
     std::int64_t stride = 0;  // numbers from one row to the next
@@ -135,8 +135,8 @@ struct CombineJob {
 struct Kernels {
     const char* name;
     void (*attend)(const Query&, const Stretch&, Partial&);
-    // (total, tokens) logits, weighed; tokens counted over the pieces; `row_stride` numbers from row to row. False where
-    // one is not finite.
+    // (total, tokens) logits, weighed; tokens counted over the pieces; `row_stride` numbers from row to row. False
+    // where one is not finite.
     bool (*scores)(const Query&, const Stretch&, float* out, std::int64_t row_stride);
     // Adds exp(logit - lse[row]) over the rows of each head of the group: out (heads, tokens).
     void (*mass)(const Query&, const Stretch&, const float* lse, float* out, std::int64_t head_stride);

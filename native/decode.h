@@ -1,6 +1,8 @@
 // Attention of few queries: tokens are read where they lie, in blocks of 64, with a running softmax.
 #pragma once
 
+#include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "dense.h"
@@ -39,7 +41,6 @@ inline float take_softmax(float* logits, float& most, float& total) {
 inline void scale_by(float* x, int count, float factor) {
     for (int i = 0; i < count; i += W) store(x + i, load(x + i) * set(factor));
 }
-
 
 inline int tile_rows(int total, int tile) { return total - 4 * tile < 4 ? total - 4 * tile : 4; }
 
@@ -189,7 +190,8 @@ void attend_few(const Query& query, const Stretch& stretch, Partial& out) {
                         scale_by(out.acc + row * dim, dim, shrink);
                         if (!rotated.empty()) scale_by(rotated.data() + row * dim, dim, shrink);
                     }
-                    float* acc = (piece.packed && piece.value_codes.rotated ? rotated.data() : out.acc) + tile * 4 * dim;
+                    const bool turned = piece.packed && piece.value_codes.rotated;
+                    float* acc = (turned ? rotated.data() : out.acc) + tile * 4 * dim;
                     if (!piece.packed) {
                         add_dense<ROWS>(piece, block * BLOCK, tokens, logits, dim, acc);
                         return;
@@ -207,7 +209,7 @@ void attend_few(const Query& query, const Stretch& stretch, Partial& out) {
 bool scores_of_few(const Query& query, const Stretch& stretch, float* out, std::int64_t row_stride) {
     Queries queries(query);
     alignas(64) float logits[4 * BLOCK];
-    F waste = set(0);  // 0, or not a number
+    F waste[4] = {set(0), set(0), set(0), set(0)};  // of a row each: 0, or not a number
     over_all_blocks(
         stretch,
         [&](const Piece& piece) {
@@ -219,13 +221,14 @@ bool scores_of_few(const Query& query, const Stretch& stretch, float* out, std::
                 with_rows(tile_rows(query.total, tile), [&](auto constant) {
                     constexpr int ROWS = decltype(constant)::value;
                     block_logits<ROWS>(query, queries, piece, block, tokens, tile, logits);
-                    for (int i = 0; i < ROWS * BLOCK; i += W) waste = fma(load(logits + i), set(0), waste);
+                    for (int t = 0; t < BLOCK; t += W)
+                        for (int r = 0; r < ROWS; ++r) waste[r] = fma(load(logits + r * BLOCK + t), set(0), waste[r]);
                     for (int r = 0; r < ROWS; ++r)
                         std::memcpy(out + (tile * 4 + r) * row_stride + place, logits + r * BLOCK,
                                     sizeof(float) * tokens);
                 });
         });
-    return sum(waste) == 0;
+    return sum(waste[0] + waste[1] + (waste[2] + waste[3])) == 0;
 }
 
 }  // namespace

@@ -6,11 +6,6 @@
 namespace kvtailor {
 namespace {
 
-template <class Kind>
-inline const typename Kind::Number* row_of(const Rows& rows, const std::int64_t* index, std::int64_t token) {
-    return static_cast<const typename Kind::Number*>(rows.data) + (index ? index[token] : token) * rows.stride;
-}
-
 inline void prefetch_row(const void* row, int bytes) {
     for (int i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(row) + i);
 }

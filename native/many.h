@@ -18,24 +18,21 @@ struct Block {
         rows.resize(BLOCK * key_dim);
         keys.resize(BLOCK * key_dim);
         if (piece.packed) unpack_block(piece.key_codes, false, block, tokens, rows.data());
-        else read_rows(piece.keys, piece.index, block * BLOCK, tokens, key_dim, rows.data());
+        else read_tokens(piece.keys, piece.index, block * BLOCK, tokens, key_dim, rows.data());
         for (int t = 0; t < BLOCK; ++t)
             for (int c = 0; c < key_dim; ++c) keys[c * BLOCK + t] = t < tokens ? rows[t * key_dim + c] : 0;
         if (!values_too) return;
         values.assign(BLOCK * value_dim, 0.0f);
         if (piece.packed) unpack_block(piece.value_codes, true, block, tokens, values.data());
-        else read_rows(piece.values, piece.index, block * BLOCK, tokens, value_dim, values.data());
+        else read_tokens(piece.values, piece.index, block * BLOCK, tokens, value_dim, values.data());
     }
 
 private:
-    static void read_rows(const Rows& from, const std::int64_t* index, std::int64_t first, int tokens, int dim,
-                          float* out) {
+    static void read_tokens(const Rows& from, const std::int64_t* index, std::int64_t first, int tokens, int dim,
+                            float* out) {
         with_kind(from.dtype, [&](auto kind) {
             using Kind = decltype(kind);
-            for (int t = 0; t < tokens; ++t) {
-                const auto* row = row_of<Kind>(from, index, first + t);
-                for (int c = 0; c < dim; c += W) store(out + t * dim + c, Kind::read(row + c));
-            }
+            for (int t = 0; t < tokens; ++t) read_row<Kind>(row_of<Kind>(from, index, first + t), dim, out + t * dim);
         });
     }
 };
@@ -142,10 +139,11 @@ void add_mass(const Query& query, const Stretch& stretch, const float* lse, floa
                    for (int r = 0; r < decltype(rows)::value; ++r) {
                        const int row = tile * 4 + r;
                        if (!(lse[row] > HIDDEN / 2)) continue;  // sees nothing
+                       float* weights = logits + r * BLOCK;
                        for (int t = 0; t < BLOCK; t += W)
-                           store(logits + r * BLOCK + t, exp_down(min(load(logits + r * BLOCK + t) - set(lse[row]), set(0))));
+                           store(weights + t, exp_down(min(load(weights + t) - set(lse[row]), set(0))));
                        float* sums = out + query.head_of(row) * head_stride + place;
-                       for (int t = 0; t < tokens; ++t) sums[t] += logits[r * BLOCK + t];
+                       for (int t = 0; t < tokens; ++t) sums[t] += weights[t];
                    }
                });
 }

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "half.h"
+
 namespace kvtailor {
 namespace {
 
@@ -32,12 +34,15 @@ inline void with_kind(Dtype dtype, Run run) {
 
 inline F load_scale(Dtype dtype, const std::uint16_t* p) { return dtype == Dtype::f16 ? load_half(p) : load_brain(p); }
 
-inline float read_one(Dtype dtype, const void* data, std::int64_t place) {
-    if (dtype == Dtype::f32) return static_cast<const float*>(data)[place];
-    std::uint16_t padded[W] = {static_cast<const std::uint16_t*>(data)[place]};
-    float out[W];
-    store(out, load_scale(dtype, padded));
-    return out[0];
+// The row of a token, or the one that an index has at its place.
+template <class Kind>
+inline const typename Kind::Number* row_of(const Rows& rows, const std::int64_t* index, std::int64_t token) {
+    return static_cast<const typename Kind::Number*>(rows.data) + (index ? index[token] : token) * rows.stride;
+}
+
+template <class Kind>
+inline void read_row(const typename Kind::Number* row, int dim, float* out) {
+    for (int c = 0; c < dim; c += W) store(out + c, Kind::read(row + c));
 }
 
 // exp for x <= 0, to 2e-7; 0 below -87.
@@ -60,12 +65,6 @@ inline float greatest_of(const float* p, int count) {
     F most = load(p);
     for (int i = W; i < count; i += W) most = max(most, load(p + i));
     return greatest(most);
-}
-
-inline float dot_of(const float* a, const float* b, int count) {
-    F total = set(0);
-    for (int i = 0; i < count; i += W) total = fma(load(a + i), load(b + i), total);
-    return sum(total);
 }
 
 inline float sum_of(const float* p, int count) {

@@ -27,7 +27,7 @@ inline std::int64_t row_place(const Array& array, std::int64_t number) {
     return place;
 }
 
-// The rows of all tasks in their order: weighted values to `out`, log-sum-exp without sinks to `lse`, which is contiguous.
+// The rows of all tasks in their order: weighted values to `out`, log-sum-exp without sinks to `lse`, a contiguous one.
 inline void write_attention(const std::vector<Task>& tasks, const std::vector<Result>& results, const Array& out,
                             const std::optional<Array>& lse) {
     const Dtype dtype = dtype_of("out", out);

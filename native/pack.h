@@ -1,7 +1,6 @@
 // From numbers to codes, in the lines that dot.h describes. The arithmetic is that of kvtailor.quantize, in its order.
 #pragma once
 
-#include <limits>
 #include <vector>
 
 #include "dot.h"
@@ -34,25 +33,20 @@ struct Draft {
     F top() const { return set(static_cast<float>((1 << out.bits) - 1)); }
 };
 
-// Copies rows to fp32, in the basis that they are stored in; returns whether all are finite.
-template <class Kind>
-inline bool read_rows(const Rows& from, std::int64_t first, int tokens, int dim, bool rotated, float* out, int stride) {
-    F waste = set(0);
-    for (int t = 0; t < tokens; ++t, out += stride) {
-        const auto* row = static_cast<const typename Kind::Number*>(from.data) + (first + t) * from.stride;
-        for (int c = 0; c < dim; c += W) store(out + c, Kind::read(row + c));
-        if (rotated) rotate_row(out, dim);
-        for (int c = 0; c < dim; c += W) waste = fma(load(out + c), set(0), waste);  // 0, or not a number
-    }
-    return sum(waste) == 0;
-}
-
-inline bool read_rows(const Rows& from, std::int64_t first, int tokens, int dim, bool rotated, float* out, int stride) {
-    bool finite = false;
-    with_kind(from.dtype, [&](auto kind) {
-        finite = read_rows<decltype(kind)>(from, first, tokens, dim, rotated, out, stride);
+// Reads a draft's block, in the basis that it is stored in; returns whether all numbers are finite.
+inline bool read_block(Draft& draft) {
+    const int dim = draft.out.dim;
+    F waste = set(0);  // 0, or not a number
+    with_kind(draft.job.from.dtype, [&](auto kind) {
+        using Kind = decltype(kind);
+        for (int t = 0; t < BLOCK; ++t) {
+            float* out = draft.row(t);
+            read_row<Kind>(row_of<Kind>(draft.job.from, nullptr, draft.block * BLOCK + t), dim, out);
+            if (draft.out.rotated) rotate_row(out, dim);
+            for (int c = 0; c < dim; c += W) waste = fma(load(out + c), set(0), waste);
+        }
     });
-    return finite;
+    return sum(waste) == 0;
 }
 
 inline void store_down(Dtype dtype, std::uint16_t* p, F x) {
@@ -299,8 +293,7 @@ inline void write_codes(const Draft& draft, Rule rule) {
 bool pack_tokens(const PackJob& job) {
     Draft draft(job);
     for (; draft.block * BLOCK < job.tokens; ++draft.block) {
-        if (!read_rows(job.from, draft.block * BLOCK, BLOCK, job.out.dim, job.out.rotated, draft.row(0), draft.stride))
-            return false;
+        if (!read_block(draft)) return false;
         write_levels(draft);
         if (job.levels == Levels::centroid) write_codes(draft, UpperHalf{});
         else write_codes(draft, NearestCode{draft.top()});
@@ -326,10 +319,10 @@ float peak_of(const Rows& from, std::int64_t tokens, int dim, bool rotated) {
     float most = 0;
     with_kind(from.dtype, [&](auto kind) {
         using Kind = decltype(kind);
-        const auto* row = static_cast<const typename Kind::Number*>(from.data);
-        for (std::int64_t t = 0; t < tokens && most == most; ++t, row += from.stride) {
+        for (std::int64_t t = 0; t < tokens && most == most; ++t) {
+            const auto* row = row_of<Kind>(from, nullptr, t);
             if (rotated) {
-                for (int c = 0; c < dim; c += W) store(turned + c, Kind::read(row + c));
+                read_row<Kind>(row, dim, turned);
                 rotate_row(turned, dim);
             }
             const float peak = rotated ? peak_of_row<Single>(turned, dim) : peak_of_row<Kind>(row, dim);

@@ -91,8 +91,8 @@ inline void key_sums(const Codes& codes, std::int64_t block, const KeyGroup& gro
     }
     if (plane_count(codes.bits) == 1) return;
     for (int r = 0; r < rows; ++r)
-        for (int t = begin * W; t < end * W; t += W)
-            store(sums + r * BLOCK + t, fma(load(upper + r * BLOCK + t), set(plane_weight(1)), load(sums + r * BLOCK + t)));
+        for (int t = r * BLOCK + begin * W; t < r * BLOCK + end * W; t += W)
+            store(sums + t, fma(load(upper + t), set(plane_weight(1)), load(sums + t)));
 }
 
 inline float middle_of(const Codes& codes) { return 0.5f * static_cast<float>((1 << codes.bits) - 1); }
@@ -158,7 +158,7 @@ inline void add_outliers(const Codes& codes, std::int64_t block, int tokens, con
     const std::int64_t first = block * BLOCK;
     for (int t = 0; t < tokens; ++t)
         for (int m = 0; m < codes.outlier_count; ++m) {
-            const float number = read_one(codes.outlier_dtype, codes.outliers, (first + t) * codes.outlier_count + m);
+            const float number = number_at(codes.outlier_dtype, codes.outliers, (first + t) * codes.outlier_count + m);
             for (int r = 0; r < rows; ++r)
                 logits[r * BLOCK + t] += query[r * codes.dim + codes.outlier_channels[m]] * number;
         }

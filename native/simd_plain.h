@@ -179,13 +179,8 @@ inline F butterflies(F x) {
     return x;
 }
 
-inline std::uint32_t bits_from(float x) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
 inline std::uint16_t half_down(float x) {
-    const std::uint32_t bits = bits_from(x), rest = bits & 0x7fffffff, sign = (bits >> 16) & 0x8000;
+    const std::uint32_t bits = bits_of(x), rest = bits & 0x7fffffff, sign = (bits >> 16) & 0x8000;
     std::uint32_t cut;
     bool exact;
     if (rest < 0x38800000) {  // small halves count in steps of 2^-24
@@ -204,7 +199,7 @@ inline void store_half_down(std::uint16_t* p, F x) {
 }
 inline void store_brain_down(std::uint16_t* p, F x) {
     for (int i = 0; i < W; ++i) {
-        const std::uint32_t bits = bits_from(x.v[i]);
+        const std::uint32_t bits = bits_of(x.v[i]);
         p[i] = static_cast<std::uint16_t>((bits + (bits >> 31) * 0xffff) >> 16);
     }
 }

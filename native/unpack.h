@@ -98,7 +98,7 @@ inline void unpack_block(const Codes& codes, bool values, std::int64_t block, in
         scale_codes(codes, scales, t, x);
         for (int m = 0; m < codes.outlier_count; ++m)
             x[codes.outlier_channels[m]] =
-                read_one(codes.outlier_dtype, codes.outliers, (block * BLOCK + t) * codes.outlier_count + m);
+                number_at(codes.outlier_dtype, codes.outliers, (block * BLOCK + t) * codes.outlier_count + m);
     }
 }
 
