@@ -95,10 +95,17 @@ public:
                        values.heads(), " and ", values.length(), "; allowed: the same");
         values.check_scales();
     }
-
+    // Keys alone, for scores.
+    explicit PySegment(const PyCodes& keys)
+        : key_codes_(keys), positions_(std::nullopt, 0, keys.length()), length_(keys.length()) {
+        if (keys.values()) refuse("codes of values were given as keys");
+    }
     std::int64_t heads() const { return key_codes_ ? key_codes_->heads() : static_cast<std::int64_t>(keys_->shape(0)); }
     int key_dim() const { return key_codes_ ? key_codes_->dim() : static_cast<int>(keys_->shape(2)); }
-    int value_dim() const { return value_codes_ ? value_codes_->dim() : static_cast<int>(values_->shape(2)); }
+    // 0 where there are keys alone.
+    int value_dim() const {
+        return value_codes_ ? value_codes_->dim() : values_ ? static_cast<int>(values_->shape(2)) : 0;
+    }
     std::int64_t last_slot() const { return positions_.last(); }
     std::int64_t length() const { return length_; }
 
@@ -110,7 +117,7 @@ public:
         if (key_codes_) {
             piece.packed = true;
             piece.key_codes = key_codes_->of_head(head);
-            piece.value_codes = value_codes_->of_head(head);
+            if (value_codes_) piece.value_codes = value_codes_->of_head(head);
             return piece;
         }
         piece.keys = {at(*keys_, head * keys_->stride(0)), keys_->stride(1), dtype_of("keys", *keys_)};
@@ -457,6 +464,7 @@ void attend_rows(const std::string& kernels, const std::vector<Row>& rows, const
                  const std::string& precision, int threads) {
     Call call(rows, query, {scale, softcap, causal, window, first, std::move(mask), std::move(bias)}, precision);
     dtype_of("out", out);
+    if (call.value_dim() == 0) refuse("rows hold keys alone; allowed: keys with values, or scores");
     check_shape("out", out, {call.batch(), call.query_heads(), call.count(), call.value_dim()});
     check_inner("out", out, 1);
     check_apart("out", out);
@@ -522,7 +530,8 @@ void bind_attention(nb::module_& m) {
         .def(nb::init<Array, Array, std::optional<Array>, std::int64_t>(), "keys"_a, "values"_a, "positions"_a.none(),
              "first"_a)
         .def(nb::init<const PyCodes&, const PyCodes&, std::optional<Array>, std::int64_t>(), "keys"_a, "values"_a,
-             "positions"_a.none(), "first"_a);
+             "positions"_a.none(), "first"_a)
+        .def(nb::init<const PyCodes&>(), "keys"_a);
     nb::class_<PyTail>(m, "Tail")
         .def(nb::init<Array, Array, std::optional<Array>, std::vector<std::int64_t>, std::vector<std::int64_t>>(),
              "keys"_a, "values"_a, "positions"_a.none(), "starts"_a, "rooms"_a)

@@ -28,8 +28,8 @@ from kvtailor.layers.base import Place, Step
 from kvtailor.layers.call import Call
 from kvtailor.layers.evicting import EvictingLayer
 from kvtailor.layers.packed_evicting import PackedEvictingLayer
-from kvtailor.layers.quantized import exact
 from kvtailor.layers.row import Row
+from kvtailor.layers.whole import exact
 from kvtailor.plan import Form, Keep, LayerPlan, Plan
 from kvtailor.policies.registry import POLICY_NAMES
 from reference import exact_attention, pooled, softmax

@@ -398,6 +398,19 @@ def attend_with(**changed: Any) -> None:
     native.attend(**given)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_keys_alone_give_scores_and_nothing_else(path):
+    """A segment of packed keys without values, as an index holds them."""
+    keys = numbers(0, 2, 128, 32)
+    codes = arrange(pack(keys, PackedFormat(8, "channel", 64, "minmax", False)), False)
+    row, query, out = ([native.hand_keys(codes)], None, []), numbers(1, 1, 4, 1, 32), torch.empty(1, 4, 1, 128)
+    native.scores(path, [row], query, out, Weighing(1.0), "exact")
+    wanted = query.view(2, 2, 32).double() @ unpack(codes).double().mT
+    assert_near(out.view(2, 2, 128), wanted, 1e-3)
+    with pytest.raises(KernelError, match="keys alone"):
+        native.attend(path, [row], query, torch.empty_like(query), Weighing(1.0))
+
+
 def test_the_calls_that_are_changed_below_are_right_as_they_stand():
     attend_with()
 

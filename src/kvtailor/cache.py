@@ -21,6 +21,7 @@ from kvtailor.layers.full import FullLayer
 from kvtailor.layers.packed_evicting import PackedEvictingLayer
 from kvtailor.layers.packing import Packing
 from kvtailor.layers.quantized import QuantizedLayer
+from kvtailor.layers.retrieving import RetrievingLayer
 from kvtailor.plan import LayerPlan, Plan
 from kvtailor.report import LayerReport, Report
 from kvtailor.rope import Rotation
@@ -310,6 +311,8 @@ def _build_layer(model: PreTrainedModel, entry: LayerPlan, place: Place, step: S
         return FullLayer(entry, place, step)
     if entry.form.kind != "dense" and (dim := _compat.head_dim(_compat.decoder_config(model.config))):
         Packing(entry.form, dim, dim)  # a format that does not fit the head is refused before any work is done
+    if entry.find.index != "all":
+        return RetrievingLayer(entry, place, step)
     if entry.keep.policy == "all":
         return QuantizedLayer(entry, place, step)
     if entry.form.kind != "dense":
@@ -335,6 +338,7 @@ def _layer_report(number: int, layer: Any) -> LayerReport:
             tokens_kept=layer.kept,
             bytes_by_kind=held,
             bytes_default=layer.default_nbytes(),
+            bytes_on_disk=layer.bytes_on_disk,
         )
     held = {"stock": _tensor_bytes(layer)}
     seen = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0

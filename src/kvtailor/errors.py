@@ -21,3 +21,7 @@ class CacheError(KVTailorError):
 
 class KernelError(KVTailorError):
     """Kernels were asked for that do not exist or cannot run here."""
+
+
+class StoreError(KVTailorError):
+    """Slow memory could not hold, or no longer holds, what was written to it."""

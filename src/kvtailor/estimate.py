@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from kvtailor import _compat
 from kvtailor.errors import ModelError
 from kvtailor.formats import GROUP_TOKENS
+from kvtailor.indexes.registry import index_class
 from kvtailor.kernels import native
 from kvtailor.layers.allowance import Allowance, Costs
 from kvtailor.layers.base import Place
@@ -172,6 +173,8 @@ def _left_alone(number: int, layer_type: str, layer: Any, tokens: int, sizes: Si
 def _tailored(entry: LayerPlan, place: Place, tokens: int, sizes: Sizes) -> LayerEstimate:
     if entry.is_full:
         kept, held, note = tokens, whole_blocks(tokens) * sizes.token, ""
+    elif entry.find.index != "all":
+        kept, held, note = tokens, _retrieving(entry, tokens, sizes), ""
     elif entry.keep.policy == "all":
         kept, held, note = tokens, int(_Packed(entry, sizes).held(tokens, dropped=0)), ""
     else:
@@ -185,6 +188,21 @@ def _tailored(entry: LayerPlan, place: Place, tokens: int, sizes: Sizes) -> Laye
         bytes_default=sizes.rows * tokens * sizes.token,
         note=note,
     )
+
+
+def _retrieving(entry: LayerPlan, tokens: int, sizes: Sizes) -> int:
+    """Bytes of one sequence in memory: sinks, newest tokens, the index, and host memory."""
+    find = entry.find
+    near = sizes.token + sizes.heads * POSITION_BYTES
+    sinks = find.sinks if tokens >= find.sinks + find.recent + GROUP_TOKENS else 0
+    far = max(0, (tokens - sinks - find.recent) // GROUP_TOKENS * GROUP_TOKENS) if sinks or not find.sinks else 0
+    if far == 0:
+        return whole_blocks(tokens) * near
+    index = index_class(find.index).from_options(find.options)
+    slow = 0 if entry.tier == "disk" else sizes.token
+    each = index.token_bytes(sizes.heads, sizes.dim, sizes.element) + POSITION_BYTES + slow
+    fixed = index.fixed_bytes(sizes.heads, sizes.dim)
+    return int(sinks * sizes.token + far * each + fixed + whole_blocks(tokens - sinks - far + 1) * near)
 
 
 def _evicting(entry: LayerPlan, place: Place, tokens: int, sizes: Sizes) -> tuple[int, int, str]:

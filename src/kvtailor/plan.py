@@ -1,7 +1,7 @@
 """What to do with each layer's KV: four independent choices per layer, as data that can be written down.
 
 ``keep`` says which tokens stay, ``form`` how their numbers are stored, ``find`` which of them a query reads, and
-``tier`` where they live. ``find`` and ``tier`` have one value each so far.
+``tier`` where they live.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvtailor import presets
 from kvtailor.budget import ALLOWED as ALLOWED_BUDGETS
 from kvtailor.budget import Budget
 from kvtailor.errors import PlanError
+from kvtailor.indexes.registry import INDEX_NAMES, index_class
 from kvtailor.policies.registry import POLICY_NAMES, policy_class
 
 BudgetField = Annotated[
@@ -140,6 +141,47 @@ class Form(_Part):
         return "fit" if self.kind == "rotated" else "minmax"
 
 
+class Find(_Part):
+    """Which tokens a decode step reads: ``index`` "all", or besides the first and newest those that an index finds.
+
+    Tokens behind an index live in slow memory, see ``tier``.
+    """
+
+    index: str = "all"
+    top: BudgetField = Field(
+        Budget("tokens", 512), description="tokens read back at each step, or a fraction of those in slow memory"
+    )
+    select: Literal["query", "mean", "max", "sum"] = Field(
+        "query",
+        description="query: each query head reads tokens of its own; else the query heads of a KV head share them, by "
+        "the mean of their queries, the greatest of their scores, or the sum of their probabilities",
+    )
+    sinks: int = Field(8, ge=0, description="first tokens that stay in fast memory")
+    recent: int = Field(64, ge=1, description="newest tokens that stay in fast memory")
+    options: dict[str, Any] = Field(default_factory=dict, description="settings of the index")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_word(cls, given: Any) -> Any:
+        return {"index": given} if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _fits(self) -> Find:
+        if self.index != "all":
+            if self.index not in INDEX_NAMES:
+                raise ValueError(f"unknown index {self.index!r}: allowed are all, {', '.join(INDEX_NAMES)}")
+            index_class(self.index).from_options(self.options)
+        elif self.options:
+            raise ValueError(f"options {self.options} need an index, and index is 'all'")
+        if self.top.kind == "bytes":
+            raise ValueError(f"top {self.top} cannot be used: allowed are numbers of tokens and fractions")
+        return self
+
+    def tokens(self, far: int) -> int:
+        """Tokens that a step reads back of ``far`` ones, one or more."""
+        return max(1, min(far, self.top.tokens(far, 1)))
+
+
 class LayerPlan(_Part):
     """What to do with the layers that ``layers`` and ``attention`` name."""
 
@@ -147,8 +189,11 @@ class LayerPlan(_Part):
     attention: Literal["self", "cross", "both"] = "self"
     keep: Keep = Keep()
     form: Form = Form()
-    find: Literal["all"] = "all"
-    tier: Literal["device"] = "device"
+    find: Find = Find()
+    tier: Literal["device", "host", "disk"] = Field(
+        "device", description="where tokens behind an index live: host memory (device, host) or files (disk)"
+    )
+    folder: str | None = Field(None, description="of files on disk; default: the system's temporary folder")
 
     @field_validator("layers")
     @classmethod
@@ -158,6 +203,12 @@ class LayerPlan(_Part):
 
     @model_validator(mode="after")
     def _combine(self) -> LayerPlan:
+        if self.find.index == "all" and self.tier != "device":
+            raise ValueError(f"tier {self.tier!r} needs an index to find tokens by, and find is 'all'")
+        if self.find.index != "all" and (self.keep.policy != "all" or self.form.kind != "dense"):
+            raise ValueError(f"index {self.find.index!r} goes with keep 'all' and form 'dense'")
+        if self.folder is not None and self.tier != "disk":
+            raise ValueError(f"folder {self.folder!r} needs tier 'disk', and tier is {self.tier!r}")
         if self.form.kind != "dense" and self.keep.policy != "all":
             if policy_class(self.keep.policy).ragged:
                 raise ValueError(
@@ -199,12 +250,14 @@ class LayerPlan(_Part):
             words.append(f"{self.keep.policy} {self.keep.budget}")
         if self.form.kind != "dense":
             words.append(f"{self.form.kind} {self.form.bits}-bit")
+        if self.find.index != "all":
+            words.append(f"top {self.find.top} by {self.find.index}{', on disk' if self.tier == 'disk' else ''}")
         return ", ".join(words) or "full"
 
     @property
     def is_full(self) -> bool:
         """Whether the layer is kept whole and exact."""
-        return self.keep.policy == "all" and self.form.kind == "dense"
+        return self.keep.policy == "all" and self.form.kind == "dense" and self.find.index == "all"
 
 
 def _numbers(layers: str | int | list[int], depth: int) -> set[int]:

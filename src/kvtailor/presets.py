@@ -7,7 +7,7 @@ from typing import Any
 from kvtailor.budget import ALLOWED, Budget
 from kvtailor.errors import PlanError
 
-# name -> (form, keep); a preset with a policy takes a budget after a colon, a packed one takes none.
+# A preset with a policy takes a budget after a colon, one with an index the tokens of a step, a packed one nothing.
 _PACKED: dict[str, dict[str, Any]] = {
     "int8": {"kind": "rotated", "bits": 8},
     "int4": {"kind": "rotated", "bits": 4},
@@ -20,7 +20,20 @@ _PACKED: dict[str, dict[str, Any]] = {
 _EVICTING = ("fifo", "lru", "random", "keynorm", "streaming", "h2o", "snapkv", "pyramidkv", "adakv")
 DEFAULT_BUDGET = "25%"
 
-NAMES = ("full", *_PACKED, *_EVICTING)
+# How the layers are kept that look at few tokens, and the first one, which looks at all of them.
+_RETRIEVING: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "quest": ({"find": {"index": "pages", "select": "query"}}, None),
+    "pqcache": ({"find": {"index": "pq", "select": "sum", "sinks": 32}}, None),
+    "tailor": ({"find": {"index": "codes", "options": {"bits": 2}}}, {"kind": "channel", "bits": 2}),
+    "tailor-1bit": ({"find": {"index": "codes", "options": {"bits": 1}}}, {"kind": "channel", "bits": 1}),
+    "tailor-offload": (
+        {"find": {"index": "codes", "options": {"bits": 2}}, "tier": "disk"},
+        {"kind": "channel", "bits": 2},
+    ),
+}
+DEFAULT_TOP = "512"
+
+NAMES = ("full", *_PACKED, *_EVICTING, *_RETRIEVING)
 
 
 def fields(name: str) -> dict[str, Any]:
@@ -39,9 +52,17 @@ def fields(name: str) -> dict[str, Any]:
     if preset in _EVICTING:
         keep = {"policy": preset, "budget": _budget(name, budget if colon else DEFAULT_BUDGET)}
         return {"name": name, "layers": [{"keep": keep}]}
+    if preset in _RETRIEVING:
+        return {"name": name, "layers": _retrieving(preset, _budget(name, budget if colon else DEFAULT_TOP))}
     if colon:
         raise PlanError(f"preset {name!r}: {preset} takes no budget; allowed is {preset!r}")
     return {"name": preset, "layers": [{"attention": "both", "form": _PACKED[preset]}] if preset in _PACKED else []}
+
+
+def _retrieving(preset: str, top: str) -> list[dict[str, Any]]:
+    entry, first = _RETRIEVING[preset]
+    rest = {**entry, "find": {**entry["find"], "top": top}}
+    return [rest] if first is None else [{"layers": 0, "form": first}, rest]
 
 
 def _budget(name: str, text: str) -> str:

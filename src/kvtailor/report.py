@@ -21,8 +21,10 @@ class LayerReport:
     index, attention : which layer, of "self" or "cross" attention.
     kept_as : how it is kept, in words.
     tokens_seen, tokens_kept : per sequence; kept is the mean over KV heads and sequences.
-    bytes_by_kind : bytes held: keys, values, codes, scales, positions, marks, queries.
+    bytes_by_kind : bytes held in memory: keys, values, codes, scales, positions, marks, queries, index; "host" is what
+        lives in slow host memory.
     bytes_default : bytes that the default cache would hold.
+    bytes_on_disk : bytes in files, not in memory.
     """
 
     index: int
@@ -32,11 +34,17 @@ class LayerReport:
     tokens_kept: float
     bytes_by_kind: dict[str, int]
     bytes_default: int
+    bytes_on_disk: int = 0
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all kinds."""
+        """Bytes of all kinds, in memory."""
         return sum(self.bytes_by_kind.values())
+
+    @property
+    def bytes_fast(self) -> int:
+        """Bytes held without those in slow host memory."""
+        return self.bytes_held - self.bytes_by_kind.get("host", 0)
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,18 @@ class Report:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all storages that the cache keeps, spare room included."""
+        """Bytes of all storages that the cache keeps in memory, spare room included."""
         return sum(layer.bytes_held for layer in self.layers)
+
+    @property
+    def bytes_fast(self) -> int:
+        """Bytes held without those in slow host memory, from which steps read single tokens."""
+        return sum(layer.bytes_fast for layer in self.layers)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes in files, not in memory."""
+        return sum(layer.bytes_on_disk for layer in self.layers)
 
     @property
     def bytes_default(self) -> int:
@@ -85,6 +103,8 @@ class Report:
             "tokens_seen": self.tokens_seen,
             "tokens_kept": self.tokens_kept,
             "bytes_held": self.bytes_held,
+            "bytes_fast": self.bytes_fast,
+            "bytes_on_disk": self.bytes_on_disk,
             "bytes_peak": self.bytes_peak,
             "bytes_default": self.bytes_default,
             "attention_seconds": self.attention_seconds,
@@ -99,6 +119,7 @@ class Report:
                     "bytes_held": layer.bytes_held,
                     "bytes_default": layer.bytes_default,
                     "bytes_by_kind": dict(layer.bytes_by_kind),
+                    "bytes_on_disk": layer.bytes_on_disk,
                 }
                 for layer in self.layers
             ],
@@ -124,6 +145,11 @@ class Report:
             )
         yield table
         share = f" ({self.bytes_held / self.bytes_default:.0%} of the default cache)" if self.bytes_default else ""
+        if self.bytes_fast < self.bytes_held or self.bytes_on_disk:
+            yield (
+                f"in fast memory {human_bytes(self.bytes_fast)}, in slow host memory "
+                f"{human_bytes(self.bytes_held - self.bytes_fast)}, on disk {human_bytes(self.bytes_on_disk)}"
+            )
         yield (
             f"held {human_bytes(self.bytes_held)}{share}, at most {human_bytes(self.bytes_peak)}, "
             f"default {human_bytes(self.bytes_default)}"
@@ -144,7 +170,7 @@ class Report:
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
 
-_KINDS = ("keys", "values", "codes", "scales", "positions", "marks", "queries", "stock")
+_KINDS = ("keys", "values", "codes", "scales", "positions", "marks", "queries", "index", "host", "stock")
 
 
 def human_bytes(count: float) -> str:

@@ -27,6 +27,11 @@ DESCRIPTIONS = {
     "h2o": ("keeps what gathered the most attention, and recent tokens", "H2O, arXiv 2306.14048"),
     "snapkv": ("keeps what the prompt's last queries attend to, once after the prompt", "SnapKV, arXiv 2404.14469"),
     "pyramidkv": ("SnapKV with more tokens in early layers than in late ones", "PyramidKV, arXiv 2406.02069"),
+    "quest": ("reads the tokens of the pages that can score highest at each step", "Quest, arXiv 2406.10774"),
+    "pqcache": ("reads the tokens whose product codes score highest at each step", "PQCache, arXiv 2407.12820"),
+    "tailor": ("layer 0 at 2 bits; the others read what 2-bit codes put first", "after TailorKV, arXiv 2505.19586"),
+    "tailor-1bit": ("the same with 1 bit", "after TailorKV, arXiv 2505.19586"),
+    "tailor-offload": ("the same as tailor, with tokens in files", "after TailorKV, arXiv 2505.19586"),
     "adakv": ("SnapKV with a layer's budget divided over its heads", "AdaKV, arXiv 2407.11550"),
 }
 
@@ -46,6 +51,7 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON
         table.add_row(one["usage"], one["description"], one["source"])
     console().print(table)
     typer.echo("BUDGET is a number of tokens (512), a share of the prompt (25%) or bytes (64MiB).")
+    typer.echo("TOP is what each step reads back: a number of tokens (512), or a share of those that are far (5%).")
 
 
 def names() -> tuple[str, ...]:
@@ -60,8 +66,12 @@ def entry(name: str) -> dict[str, str]:
     from kvtailor.plan import Plan
 
     description, source = DESCRIPTIONS.get(name, ("", ""))
-    budget = next((layer.keep.budget for layer in Plan.preset(name).layers), None)
+    layers = Plan.preset(name).layers
+    budget = next((layer.keep.budget for layer in layers if layer.keep.budget is not None), None)
+    top = next((layer.find.top for layer in layers if layer.find.index != "all"), None)
     entry = {"name": name, "usage": name, "description": description, "source": source}
     if budget is not None:
         entry |= {"usage": f"{name}[:BUDGET]", "default_budget": str(budget)}
+    if top is not None:
+        entry |= {"usage": f"{name}[:TOP]", "default_top": str(top)}
     return entry

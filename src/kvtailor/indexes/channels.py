@@ -2,7 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import ClassVar, Self
+
 import torch
+
+from kvtailor.indexes.base import Index, check_count
+from kvtailor.kernels import native
+
+MOST_CHANNELS = 256
+
+
+class ChannelsIndex(Index):
+    """The few channels that can move a logit the most: those of largest ``|query| * max |key|``.
+
+    Keys stand a second time, channel by channel, so that only the channels that matter are read.
+
+    Parameters
+    ----------
+    count : channels per query, 1 or more; the paper takes 8 or 12.
+    """
+
+    name: ClassVar[str] = "channels"
+
+    def __init__(self, count: int = 8) -> None:
+        check_count(self.name, "count", count, 1, MOST_CHANNELS)
+        self.count = count
+        self.peaks: torch.Tensor | None = None  # (Hkv, D), of all tokens that ever came
+        self.blocks: list[torch.Tensor] = []  # (Hkv, D, n) keys, channel by channel
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """Tokens that the index knows."""
+        return sum(block.shape[2] for block in self.blocks)
+
+    @torch.inference_mode(False)  # what is kept must be ordinary tensors
+    def append(self, keys: torch.Tensor, path: str | None) -> None:
+        """Take the next tokens' channels, and join stretches of like size."""
+        self.peaks = channel_peaks(keys, self.peaks)
+        self.blocks.append(keys.transpose(1, 2).contiguous())  # the copy that makes a channel's tokens neighbours
+        while len(self.blocks) > 1 and self.blocks[-2].shape[2] <= self.blocks[-1].shape[2]:
+            self.blocks[-2:] = [torch.cat(self.blocks[-2:], dim=2)]
+
+    def scores(self, query: torch.Tensor, path: str | None) -> torch.Tensor:
+        """Products of queries and keys over each query's own channels, (Hkv, M, length)."""
+        assert self.peaks is not None
+        heads, count, dim = query.shape
+        peaks = self.peaks[:, None].expand(-1, count, -1).flatten(0, 1)
+        flat = query.flatten(0, 1).float()
+        channels = critical_channels(flat, peaks, min(self.count, dim))  # (Hkv * M, m)
+        head = torch.arange(heads, device=query.device).repeat_interleave(count)[:, None]
+        found = [_products(flat, block[head, channels], channels, path) for block in self.blocks]
+        return torch.cat(found, dim=-1).view(heads, count, -1)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Peaks, and keys by channel."""
+        if self.peaks is not None:
+            yield self.peaks
+        yield from self.blocks
+
+    def token_bytes(self, heads: int, dim: int, element: int) -> float:
+        """Bytes of one token's keys."""
+        return heads * dim * element
+
+    def fixed_bytes(self, heads: int, dim: int) -> int:
+        """Bytes of the peaks."""
+        return heads * dim * 4
+
+    def drop_from(self, length: int) -> None:
+        """Forget all tokens behind the first ``length``; the peaks stay, as bounds."""
+        kept = []
+        for block in self.blocks:
+            count = min(block.shape[2], length)
+            if count:
+                kept.append(block if count == block.shape[2] else block[:, :, :count].clone())
+            length -= count
+        self.blocks = kept
+
+    def copy(self) -> Self:
+        """An index of its own; what never changes is shared."""
+        other = type(self)(self.count)
+        other.peaks, other.blocks = self.peaks, list(self.blocks)
+        return other
+
+
+def _products(query: torch.Tensor, rows: torch.Tensor, channels: torch.Tensor, path: str | None) -> torch.Tensor:
+    """Products over some channels: query (H, D), rows (H, m, n) of ``channels`` (H, m), to (H, n)."""
+    if path is not None:
+        out = torch.empty(rows.shape[0], 1, rows.shape[2])
+        native.channel_scores(path, query[:, None].detach(), rows, channels, out)
+        return out[:, 0]
+    return (query.gather(1, channels)[:, None] @ rows.float())[:, 0]
 
 
 def channel_peaks(keys: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,9 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import ClassVar, Self
+
 import torch
 
+from kvtailor.indexes.base import Index, check_option
+
 PAGE_TOKENS = 16
+
+
+class PagesIndex(Index):
+    """The least and greatest value of each channel in each page of tokens; a page's score is the most that a key in it
+    can score, and stands for all its tokens.
+
+    Parameters
+    ----------
+    page : tokens of a page: 8, 16, 32 or 64.
+    """
+
+    name: ClassVar[str] = "pages"
+
+    def __init__(self, page: int = PAGE_TOKENS) -> None:
+        check_option(self.name, "page", page, (8, 16, 32, 64))
+        self.page = page
+        self.bounds: list[torch.Tensor] = []  # (2, Hkv, pages, D): least and greatest
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """Tokens that the index knows."""
+        return sum(bounds.shape[2] for bounds in self.bounds) * self.page
+
+    @torch.inference_mode(False)  # what is kept must be ordinary tensors
+    def append(self, keys: torch.Tensor, path: str | None) -> None:
+        """Bound the next pages, and join stretches of like size."""
+        self.bounds.append(torch.stack(page_bounds(keys, self.page)))
+        while len(self.bounds) > 1 and self.bounds[-2].shape[2] <= self.bounds[-1].shape[2]:
+            self.bounds[-2:] = [torch.cat(self.bounds[-2:], dim=2)]
+
+    def scores(self, query: torch.Tensor, path: str | None) -> torch.Tensor:
+        """The most that each token's page can score, (Hkv, M, length)."""
+        found = torch.cat([page_scores(query, low, high) for low, high in self.bounds], dim=-1)
+        return found.repeat_interleave(self.page, dim=-1)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The bounds."""
+        yield from self.bounds
+
+    def token_bytes(self, heads: int, dim: int, element: int) -> float:
+        """Bytes of one token's share of its page's bounds."""
+        return heads * 2 * dim * element / self.page
+
+    def drop_from(self, length: int) -> None:
+        """Forget all tokens behind the first ``length``."""
+        kept, pages = [], length // self.page
+        for bounds in self.bounds:
+            count = min(bounds.shape[2], pages)
+            if count:
+                kept.append(bounds if count == bounds.shape[2] else bounds[:, :, :count].clone())
+            pages -= count
+        self.bounds = kept
+
+    def copy(self) -> Self:
+        """An index of its own; what never changes is shared."""
+        other = type(self)(self.page)
+        other.bounds = list(self.bounds)
+        return other
 
 
 def page_bounds(keys: torch.Tensor, page: int = PAGE_TOKENS) -> tuple[torch.Tensor, torch.Tensor]:

@@ -87,6 +87,17 @@ def hand_segment(keys: Tensor | Arranged, values: Tensor | Arranged, positions: 
     return native.Segment(keys, values, slots, first)
 
 
+def hand_keys(codes: Arranged) -> Any:
+    """Hand packed keys alone to the kernels, as a segment that scores can be computed of and nothing else.
+
+    Raises
+    ------
+    KernelError
+        For codes that the kernels cannot take, and for codes of values.
+    """
+    return _module().Segment(hand_codes(codes))
+
+
 def hand_codes(codes: Arranged) -> Any:
     """Hand arranged codes to the kernels.
 

@@ -304,7 +304,7 @@ class Row:
 
     def copy(self) -> Row:
         """A row of its own; sealed segments are shared."""
-        other = object.__new__(Row)
+        other = object.__new__(type(self))
         other.segments, other.tail, other.window = list(self.segments), self.tail.copy(), self.window
         other.total, other.first, other.prompt = self.total, self.first, self.prompt
         return other

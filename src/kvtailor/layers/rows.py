@@ -84,13 +84,16 @@ class RowsLayer(TailoredLayer):
         self.heads = key_states.shape[1]
         self.path = native.path_for(self.device, self.dtype, self.dims)
         self.check_sizes()
-        native_tail = self.path is not None
-        self.rows = [Row(key_states[0], value_states[0], self.marked, native_tail) for _ in range(key_states.shape[0])]
+        self.rows = [self.new_row(key_states[0], value_states[0]) for _ in range(key_states.shape[0])]
         self._zero = torch.zeros(1, dtype=self.dtype, device=self.device)
         self.is_initialized = True
 
     def check_sizes(self) -> None:
         """Raise PlanError if the plan cannot hold heads of these sizes."""
+
+    def new_row(self, key: torch.Tensor, value: torch.Tensor) -> Row:
+        """An empty row for keys and values like these, (Hkv, n, D)."""
+        return Row(key, value, self.marked, self.path is not None)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -1,0 +1,182 @@
+"""Tokens of one sequence in one layer that live in slow memory, and the index that finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from kvtailor.formats import GROUP_TOKENS
+from kvtailor.indexes.base import Index
+from kvtailor.kernels import native
+from kvtailor.layers.row import Part, Row
+from kvtailor.store.pool import Pool, Tier
+
+
+class FarTokens:
+    """Keys and values, side by side for each token and head, in a pool of slow memory; always whole blocks of 64.
+
+    Parameters
+    ----------
+    heads, dims : KV heads; channels of a key head and of a value head.
+    like : a tensor whose dtype and device keys and values have.
+    index : an empty one.
+    tier, folder : as for :class:`Pool`.
+    """
+
+    def __init__(
+        self, heads: int, dims: tuple[int, int], like: torch.Tensor, index: Index, tier: Tier, folder: str | Path | None
+    ) -> None:
+        self.heads, self.dims, self.dtype, self.device = heads, dims, like.dtype, like.device
+        self.index = index
+        self.positions = torch.empty(0, dtype=torch.int32, device=like.device)
+        self.pool = Pool(heads * sum(dims) * like.element_size(), tier, folder)
+
+    @property
+    def length(self) -> int:
+        """Tokens that live here."""
+        return self.pool.rows
+
+    @torch.inference_mode(False)  # what is kept must be ordinary tensors
+    def append(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, path: str | None) -> None:
+        """Take tokens in, all or none.
+
+        Parameters
+        ----------
+        keys, values : (Hkv, n, Dk) and (Hkv, n, Dv), n a multiple of 64.
+        positions : (n,) their slots.
+        path : the C++ kernels that fill the index, or None.
+
+        Raises
+        ------
+        StoreError
+            If they cannot be written.
+        """
+        before = self.length
+        token_major = torch.cat([keys, values], dim=-1).transpose(0, 1).contiguous().cpu()  # (n, Hkv, Dk + Dv)
+        self.pool.append(token_major.view(torch.uint8).flatten().numpy().data)
+        try:
+            self.index.append(keys, path)
+        except BaseException:
+            self.pool.drop_from(before)
+            raise
+        self.positions = torch.cat([self.positions, positions.int()])
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values where they lie, (Hkv, n, Dk) and (Hkv, n, Dv) on the CPU; StoreError if one is gone."""
+        numbers = torch.frombuffer(self.pool.read(), dtype=self.dtype)
+        tokens = numbers.view(self.length, self.heads, sum(self.dims)).transpose(0, 1)
+        return tokens[..., : self.dims[0]], tokens[..., self.dims[0] :]
+
+    def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of chosen tokens, on the device.
+
+        Parameters
+        ----------
+        index : (S, k) int64, S a multiple of Hkv: sets of a head follow each other.
+
+        Returns
+        -------
+        (S, k, Dk) and (S, k, Dv).
+        """
+        head = torch.arange(self.heads).repeat_interleave(index.shape[0] // self.heads)[:, None]
+        keys, values = (part[head, index.cpu()].to(self.device) for part in self.read())
+        return keys, values
+
+    def take_from(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Forget all tokens behind the first ``count``; gives those of a block that is cut: keys, values, positions."""
+        whole = count // GROUP_TOKENS * GROUP_TOKENS
+        keys, values = (part[:, whole:count].to(self.device) for part in self.read())
+        rest = keys.clone(), values.clone(), self.positions[whole:count].clone()
+        self.pool.drop_from(whole)
+        self.index.drop_from(whole)
+        self.positions = self.positions[:whole].clone()
+        return rest
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What stands in fast memory, with its kind."""
+        for tensor in self.index.tensors():
+            yield "index", tensor
+        yield "positions", self.positions
+
+    def copy(self) -> FarTokens:
+        """A store of its own with the same tokens."""
+        other = object.__new__(FarTokens)
+        other.__dict__.update(self.__dict__)
+        other.index, other.pool = self.index.copy(), self.pool.copy()
+        return other
+
+
+class FarRow(Row):
+    """A row most of whose tokens live in slow memory: sinks in a segment, the newest tokens in the tail, the rest far.
+
+    Parameters
+    ----------
+    key, value, is_native : as for every row.
+    far : where the rest lives.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, is_native: bool, far: FarTokens) -> None:
+        super().__init__(key, value, is_native=is_native)
+        self.far = far
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens held per KV head."""
+        return [self.far.length + n for n in super().lengths]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the bytes held depend on."""
+        return *super().shape, self.far.length
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All that is stored in fast memory, with its kind."""
+        yield from super().tensors()
+        yield from self.far.tensors()
+
+    def near(self) -> list[Part]:
+        """What a query always reads: sinks and newest tokens."""
+        return list(super().parts())
+
+    def parts(self) -> Iterator[Part]:
+        """Everything."""
+        yield from super().parts()
+        if self.far.length:
+            keys, values = (part.to(self.far.device) for part in self.far.read())
+            yield Part(slice(None), keys, values, self.far.positions.long())
+
+    def handed_whole(self) -> native.Row:
+        """Everything, as the C++ kernels take it."""
+        segments, tail, lengths = self.handed()
+        if self.far.length:
+            segments = [*segments, native.hand_segment(*self.far.read(), self.far.positions)]
+        return segments, tail, lengths
+
+    def positions(self) -> torch.Tensor:
+        """Slots of everything held, (Hkv, n) int64."""
+        return torch.cat([super().positions(), self.far.positions.long().expand(self.tail.heads, -1)], dim=1)
+
+    def move(self, count: int, path: str | None) -> None:
+        """Move the first ``count`` tokens of the tail, a multiple of 64, to slow memory."""
+        tail = self.tail
+        keys, values, slots = (tail.even(part)[:, :count] for part in (tail.keys, tail.values, tail.positions))
+        self.far.append(keys, values, slots[0], path)
+        tail.drop_first(count)
+
+    def crop(self, slot: int) -> None:
+        """Forget every token at ``slot`` and later."""
+        super().crop(slot)
+        count = int((self.far.positions < slot).sum())
+        if count < self.far.length:  # then nothing newer is left
+            keys, values, positions = self.far.take_from(count)
+            if len(positions):
+                self.tail.append(keys, values, positions)
+
+    def copy(self) -> FarRow:
+        """A row of its own with the same tokens."""
+        other = super().copy()
+        assert isinstance(other, FarRow)
+        other.far = self.far.copy()
+        return other

@@ -1,0 +1,138 @@
+"""A layer whose tokens live in slow memory; each decode step reads back those that matter to its query."""
+
+from __future__ import annotations
+
+import torch
+
+from kvtailor.formats import GROUP_TOKENS
+from kvtailor.indexes.registry import index_class
+from kvtailor.indexes.selection import choose
+from kvtailor.kernels import native
+from kvtailor.kernels import reference as kernels
+from kvtailor.layers.base import Place, Step
+from kvtailor.layers.call import Call
+from kvtailor.layers.far import FarRow, FarTokens
+from kvtailor.layers.row import Row
+from kvtailor.layers.whole import WholeLayer
+from kvtailor.plan import LayerPlan
+from kvtailor.store.pool import Tier
+
+
+class RetrievingLayer(WholeLayer):
+    """Sinks, newest tokens and an index in fast memory, everything else far; exact attention over what is read.
+
+    Prompts, and the few tokens of a speculative step, read everything. Source: TailorKV, arXiv 2505.19586, section 3.3,
+    with indexes of other methods and sliding newest tokens.
+    """
+
+    rows: list[FarRow]  # type: ignore[assignment]
+
+    def __init__(self, plan: LayerPlan, place: Place, step: Step) -> None:
+        super().__init__(plan, place, step)
+        self.find = plan.find
+
+    def check_sizes(self) -> None:
+        """Raise PlanError if the index cannot hold heads of these sizes."""
+        index_class(self.find.index).from_options(self.find.options).check_dim(self.dims[0])
+
+    def new_row(self, key: torch.Tensor, value: torch.Tensor) -> FarRow:
+        """An empty row with an empty index."""
+        tier: Tier = "disk" if self.plan.tier == "disk" else "host"
+        index = index_class(self.find.index).from_options(self.find.options)
+        far = FarTokens(self.heads, self.dims, key, index, tier, self.plan.folder)
+        return FarRow(key, value, self.path is not None, far)
+
+    def make_room(self, count: int) -> None:
+        """Move whole blocks of the oldest tokens in fast memory away: the first time all but sinks and newest."""
+        sinks, recent = self.find.sinks, self.find.recent
+        for row in self.rows:
+            if sinks and not row.segments:
+                if row.tail.longest < sinks + recent + GROUP_TOKENS:
+                    continue
+                row.seal(sinks, lambda keys, values: (keys.clone(), values.clone()))
+            blocks = (row.tail.longest - recent) // GROUP_TOKENS
+            if blocks > 0:
+                row.move(blocks * GROUP_TOKENS, self.path)
+
+    def handed(self, row: Row) -> native.Row:
+        """Everything, for the queries that read everything."""
+        assert isinstance(row, FarRow)
+        return row.handed_whole()
+
+    def _attend_rows(self, query: torch.Tensor, call: Call) -> torch.Tensor:
+        if query.shape[2] > 1 or self.step.prompt:
+            return super()._attend_rows(query, call)
+        grouped = query.view(len(self.rows), self.heads, -1, query.shape[-1])  # (B, Hkv, G, D)
+        outs = [self._attend_found(row, grouped[number], call, number) for number, row in enumerate(self.rows)]
+        return torch.stack(outs).to(query.dtype).view(query.shape[0], 1, query.shape[1], -1)
+
+    def _attend_found(self, row: FarRow, query: torch.Tensor, call: Call, index: int) -> torch.Tensor:
+        """Attention of one query per head (Hkv, G, D): (Hkv, G, Dv) float32."""
+        if not row.far.length:
+            return self._attend_row(row, query[:, :, None], call, index)[:, :, 0]
+        count = self.find.tokens(row.far.length)
+        chosen = choose(row.far.index, query, count, self.find.select, call.scale, self.path)
+        if self.path is not None and not query.requires_grad and self._is_plain(row, call, index):
+            return self._attend_natively_found(self.path, row, query, call, chosen)
+        return self._attend_gathered(row, query, call, index, chosen)
+
+    def _is_plain(self, row: FarRow, call: Call, index: int) -> bool:
+        """Whether logits are scaled, and nothing that the row holds is hidden from the query."""
+        if not call.only_hides or call.window is not None:
+            return False
+        if call.mask is None:
+            return True
+        shown = call.mask[index if call.mask.shape[0] > 1 else 0, :, 0]  # (1 or Hq, slots)
+        return bool(shown[:, row.positions()[0]].all())
+
+    def _attend_natively_found(
+        self, path: str, row: FarRow, query: torch.Tensor, call: Call, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        heads, group, dim = query.shape
+        near = torch.empty(1, heads * group, 1, self.dims[1])
+        near_lse = torch.empty(1, heads * group, 1)
+        flat = query.detach().reshape(1, heads * group, 1, dim)
+        native.attend(path, [row.handed()], flat, near, native.Weighing(call.scale), lse=near_lse)
+        found = torch.empty(heads, group, self.dims[1])
+        found_lse = torch.empty(heads, group)
+        native.gather_attend(path, query.detach(), *row.far.read(), chosen, call.scale, found, found_lse)
+        out, lse = _merged(near.view_as(found), near_lse.view_as(found_lse), found, found_lse)
+        return call.beside_sinks(out, lse) if call.sinks is not None else out
+
+    def _attend_gathered(
+        self, row: FarRow, query: torch.Tensor, call: Call, index: int, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """The same in torch, with one softmax; a query head that reads tokens of its own is a KV head of its own."""
+        sets = chosen.flatten(0, -2)  # (S, k)
+        share = sets.shape[0] // self.heads
+        asked = query.reshape(sets.shape[0], -1, query.shape[-1])  # (S, query heads, Dk)
+        keys, values = ([part] for part in row.far.gather(sets))
+        slots = [row.far.positions.long()[sets]]
+        for part in row.near():
+            assert isinstance(part.keys, torch.Tensor) and isinstance(part.values, torch.Tensor)
+            keys.append(part.keys.repeat_interleave(share, dim=0))
+            values.append(part.values.repeat_interleave(share, dim=0))
+            slots.append(part.positions.expand(sets.shape[0], -1))
+        logits = kernels.scores(asked, torch.cat(keys, dim=1))[:, :, None]  # (S, query heads, 1, n)
+        probs, lse = kernels.softmax(call.weigh(logits, torch.cat(slots, dim=1), index, 0))
+        out = kernels.weighted_values(probs[:, :, 0], torch.cat(values, dim=1))[:, :, None]
+        return call.beside_sinks(out, lse).view(*query.shape[:2], -1)
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes held in memory, by kind; what lives on disk is counted by :attr:`bytes_on_disk`."""
+        sizes = super().bytes_by_kind()
+        host = sum(row.far.pool.nbytes for row in self.rows if row.far.pool.tier == "host")
+        return {**sizes, "host": host} if host else sizes
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes in files."""
+        return sum(row.far.pool.nbytes for row in self.rows if row.far.pool.tier == "disk")
+
+
+def _merged(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of tokens (..., D) with log-sum-exps (...), as over both."""
+    total = torch.logaddexp(lse, other_lse)
+    return out * (lse - total).exp()[..., None] + other * (other_lse - total).exp()[..., None], total

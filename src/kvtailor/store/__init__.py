@@ -1,0 +1,1 @@
+"""Where tokens live that are not in fast memory. Knows no model."""

@@ -1,0 +1,134 @@
+"""Rows of bytes in slow memory: host memory, or a file that is mapped into it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from kvtailor.errors import StoreError
+
+Tier = Literal["host", "disk"]
+
+PAGE = mmap.ALLOCATIONGRANULARITY
+LEAST_ROOM = 1 << 20  # bytes of addresses that are mapped at once
+
+
+class Pool:
+    """Rows of equal size, one behind the other, in a file without a name: it is gone with the process or the pool.
+
+    Addresses are mapped ahead; memory and disk are taken by what is written. Rows are written by the file, so that a
+    full disk is an error and not a signal, and read where they are mapped.
+
+    Parameters
+    ----------
+    row_bytes : size of a row, 1 or more.
+    tier : "host" for a file in memory, "disk" for one in ``folder``.
+    folder : of files on disk; the system's temporary folder by default.
+
+    Raises
+    ------
+    StoreError
+        If the file cannot be made.
+    """
+
+    def __init__(self, row_bytes: int, tier: Tier, folder: str | Path | None = None) -> None:
+        self.row_bytes, self.tier, self.rows = row_bytes, tier, 0
+        self.folder = Path(tempfile.gettempdir()) if folder is None else Path(folder)
+        self._file = self._open()
+        self._map: mmap.mmap | None = None
+        self._room = 0  # bytes mapped
+
+    def _open(self) -> int:
+        if self.tier == "host":
+            return os.memfd_create("kvtailor")
+        try:
+            return os.open(self.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise StoreError(f"folder {str(self.folder)!r} cannot hold cache files: {error.strerror}") from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written."""
+        return self.rows * self.row_bytes
+
+    def append(self, data: memoryview) -> None:
+        """Add whole rows.
+
+        Parameters
+        ----------
+        data : contiguous bytes of them.
+
+        Raises
+        ------
+        StoreError
+            If they cannot be written, the disk being full, say; the rows before are as they were.
+        """
+        data = data.cast("B")
+        if len(data) % self.row_bytes:
+            raise StoreError(f"{len(data)} bytes to store; allowed: whole rows of {self.row_bytes}")
+        start, done = self.nbytes, 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._file, data[done:], start + done)
+        except OSError as error:
+            where = "host memory" if self.tier == "host" else f"a file in {str(self.folder)!r}"
+            raise StoreError(f"{len(data)} bytes cannot be written to {where}: {error.strerror}") from None
+        self.rows += len(data) // self.row_bytes
+
+    def read(self) -> memoryview:
+        """All rows, where they lie, until the next :meth:`append`.
+
+        Raises
+        ------
+        StoreError
+            If the file lost some of them, or they cannot be mapped.
+        """
+        held = os.fstat(self._file).st_size
+        if held < self.nbytes:
+            raise StoreError(
+                f"a cache file of {self.tier} memory was cut to {held} bytes, and {self.nbytes} were written"
+            )
+        if self._map is None or self._room < self.nbytes:
+            self._map = self._mapped()
+        return memoryview(self._map)[: self.nbytes]
+
+    def _mapped(self) -> mmap.mmap:
+        wanted = max(LEAST_ROOM, self.nbytes + self.nbytes // 2)
+        self._room = -(-wanted // PAGE) * PAGE
+        try:
+            os.ftruncate(self._file, self._room)  # addresses alone: nothing is written
+            return mmap.mmap(self._file, self._room, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{self._room} bytes of {self.tier} memory cannot be mapped: {error}") from None
+
+    def expect(self, places: list[tuple[int, int]]) -> None:
+        """Tell the system that rows will be read soon.
+
+        Parameters
+        ----------
+        places : first byte and number of bytes of each stretch.
+        """
+        if self.tier == "disk":
+            for start, count in places:
+                os.posix_fadvise(self._file, start, count, os.POSIX_FADV_WILLNEED)
+
+    def drop_from(self, rows: int) -> None:
+        """Forget all rows behind the first ``rows``."""
+        self.rows = min(self.rows, rows)
+
+    def copy(self) -> Pool:
+        """A pool of its own with the same rows."""
+        other = Pool(self.row_bytes, self.tier, self.folder)
+        if self.rows:
+            other.append(self.read())
+        return other
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Pool:
+        return self.copy()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
