@@ -114,7 +114,7 @@ def test_presets_are_all_listed_with_a_description_and_a_source() -> None:
 
 def test_schema_is_that_of_a_plan() -> None:
     schema = json.loads(called("schema"))
-    assert {"name", "layers", "prefill_chunk"} == set(schema["properties"])
+    assert {"name", "layers", "prefill_chunk", "made_for", "measured"} == set(schema["properties"])
 
 
 def test_doctor_describes_the_machine_and_the_embedded_models() -> None:

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from kvtailor import _compat
 from kvtailor.errors import CacheError
+from kvtailor.identity import identity_of
 from kvtailor.layers.base import Place, Step, TailoredLayer
 from kvtailor.layers.evicting import EvictingLayer
 from kvtailor.layers.full import FullLayer
@@ -57,6 +58,7 @@ class KVCache(DynamicCache):
     def __init__(self, model: PreTrainedModel, plan: Plan | str = "full", attention: str | None = None) -> None:
         check_served(model)
         self.plan = Plan.of(plan)
+        self.plan.check_model(identity_of(model))
         self.step = Step()
         self._decoder = weakref.ref(model.get_decoder())
         self._model_name, self._config = type(model).__name__, model.config
@@ -302,11 +304,25 @@ def _build_layers(model: PreTrainedModel, plan: Plan, step: Step, attention: str
             shared=shared,
             model=type(model).__name__,
         )
-        layers.append(_build_layer(model, entries[number], place, step))
+        layers.append(build_layer(model, entries[number], place, step))
     return layers
 
 
-def _build_layer(model: PreTrainedModel, entry: LayerPlan, place: Place, step: Step) -> TailoredLayer:
+def build_layer(model: PreTrainedModel, entry: LayerPlan, place: Place, step: Step) -> TailoredLayer:
+    """An empty layer that keeps its tokens as a plan's entry says.
+
+    Parameters
+    ----------
+    model : whose layer it is.
+    entry : of the plan.
+    place : where the layer stands.
+    step : state of the forward pass, shared by all layers of a cache.
+
+    Raises
+    ------
+    PlanError
+        If the entry's format does not fit the model's heads.
+    """
     if entry.is_full:
         return FullLayer(entry, place, step)
     if entry.form.kind != "dense" and (dim := _compat.head_dim(_compat.decoder_config(model.config))):

@@ -27,6 +27,7 @@ from kvtailor import presets
 from kvtailor.budget import ALLOWED as ALLOWED_BUDGETS
 from kvtailor.budget import Budget
 from kvtailor.errors import PlanError
+from kvtailor.identity import describe
 from kvtailor.indexes.registry import INDEX_NAMES, index_class
 from kvtailor.policies.registry import POLICY_NAMES, policy_class
 
@@ -285,6 +286,23 @@ def _numbers(layers: str | int | list[int], depth: int) -> set[int]:
     return numbers
 
 
+class MadeFor(_Part):
+    """The model that a plan was calibrated on."""
+
+    model: str = Field(description="class of the model")
+    layers: int = Field(ge=1, description="layers of its cache")
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    config: str | None = Field(None, description="hash of what decides the shapes of its layers")
+    name: str | None = Field(None, description="what was loaded")
+    date: str | None = Field(None, description="when the plan was made, as 2026-11-29")
+
+    def differs(self, identity: dict[str, Any]) -> bool:
+        """Whether a model of another identity (see :func:`kvtailor.identity.identity_of`) is meant."""
+        fields = ("layers", "kv_heads", "head_dim", "config")
+        return any(getattr(self, name) not in (None, identity[name]) for name in fields)
+
+
 class Plan(_Part):
     """How each layer of a model keeps its keys and values. The first entry that addresses a layer decides."""
 
@@ -294,11 +312,28 @@ class Plan(_Part):
         None, ge=1, description="tokens per forward pass of a prompt; default: all, or what a hard budget allows"
     )
 
+    made_for: MadeFor | None = Field(None, description="the model that the plan serves; default: any")
+    measured: dict[str, Any] = Field(default_factory=dict, description="what calibration found, for the reader")
+
     def __init__(self, **fields: Any) -> None:
         try:
             super().__init__(**fields)
         except ValidationError as error:
             raise PlanError(_explain(error)) from None
+
+    def check_model(self, identity: dict[str, Any]) -> None:
+        """Raise PlanError if the plan was made for another model.
+
+        Parameters
+        ----------
+        identity : as :func:`kvtailor.identity.identity_of` gives it.
+        """
+        if self.made_for is None or not self.made_for.differs(identity):
+            return
+        raise PlanError(
+            f"plan {self.name!r} was made for {describe(self.made_for.model_dump())}, and this model is "
+            f"{describe(identity)}: allowed is a plan made for this model, or one without made_for"
+        )
 
     def layer(self, layer: int, depth: int, attention: str = "self") -> LayerPlan:
         """The entry that decides for a layer, or a full one."""
