@@ -34,15 +34,32 @@ def density(query: torch.Tensor, keys: torch.Tensor, share: float = SHARE, scale
     ValueError
         If there are more queries than tokens, or the heads do not divide.
     """
+    return float(head_density(query, keys, share, scale).mean())
+
+
+def head_density(
+    query: torch.Tensor, keys: torch.Tensor, share: float = SHARE, scale: float | None = None
+) -> torch.Tensor:
+    """The same for each query head, (Hq,) float64.
+
+    Parameters
+    ----------
+    query, keys, share, scale : as for :func:`density`.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`density`.
+    """
     _check_shapes(query, keys)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     heads, tokens, dim = keys.shape
     grouped = query.view(heads, -1, *query.shape[1:])  # (Hkv, G, n_q, D)
-    total = 0.0
+    scores = []
     for members, own in zip(grouped, keys, strict=True):  # head by head: (G, n_q, n) at a time
         logits = kernels.scores(members.reshape(1, -1, dim), own[None]).view(*members.shape[:2], tokens) * scale
-        total += float(uncovered(_causal(logits).softmax(dim=-1), share).double().sum())
-    return total / (query.shape[0] * query.shape[1])
+        scores.append(uncovered(_causal(logits).softmax(dim=-1), share).double().mean(dim=-1))
+    return torch.cat(scores)
 
 
 def uncovered(attention: torch.Tensor, share: float = SHARE) -> torch.Tensor:

@@ -1,0 +1,98 @@
+"""The ways to keep a layer that calibration tries, each by a short name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtailor.errors import PlanError
+from kvtailor.indexes.registry import INDEX_NAMES
+from kvtailor.plan import Form, LayerPlan, Plan
+
+FULL = "full"
+CHANNEL = "channel2"
+DEFAULT = (
+    FULL, "int8", "int4", "int3", "int2", CHANNEL, "int1",
+    "snapkv:50%", "snapkv:25%", "h2o:25%", "h2o:12.5%", "h2o:6.25%", "fifo:6.25%", "snapkv:50%+int4",
+    "codes:10%", "codes:2.5%", "channels:10%", "pages:10%", "pq:10%",
+)  # fmt: skip
+ALLOWED = (
+    f"full, {CHANNEL}, a preset such as int4 or snapkv:25%, an index with its top such as codes:5% "
+    f"({', '.join(INDEX_NAMES)}), an eviction preset and a packed one such as snapkv:50%+int4, or a plan file with one "
+    "entry"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """A way to keep a layer.
+
+    Attributes
+    ----------
+    name : as :func:`option` reads it.
+    entry : what a plan says of a layer that is kept so; it addresses every layer.
+    """
+
+    name: str
+    entry: LayerPlan
+
+
+def option(name: str) -> Option:
+    """An option by name.
+
+    Raises
+    ------
+    PlanError
+        For a name that cannot be read, or a plan that says different things of different layers.
+    """
+    if name == FULL:
+        return Option(name, LayerPlan())
+    if name == CHANNEL:  # KIVI's and TailorKV's form, with sinks exact
+        return Option(name, LayerPlan(form=Form(kind="channel", bits=2)))
+    index, colon, top = name.partition(":")
+    if colon and index in INDEX_NAMES:
+        plan = Plan(layers=[{"find": {"index": index, "top": top}}])
+    elif "+" in name:
+        dropped, packed = (option(part).entry for part in name.split("+", 1))
+        plan = Plan(layers=[{"keep": dropped.keep, "form": packed.form}])
+    else:
+        plan = Plan.of(name)
+    if len(plan.layers) != 1 or plan.layers[0].layers != "*":
+        raise PlanError(f"option {name!r} does not keep all layers alike: allowed are {ALLOWED}")
+    return Option(name, plan.layers[0].model_copy(update={"attention": "self"}))
+
+
+def options(names: Sequence[str] = DEFAULT) -> list[Option]:
+    """Options by name, each once, ``full`` first: every layer may be kept whole."""
+    return [option(name) for name in dict.fromkeys([FULL, *names])]
+
+
+def plan_of(choice: dict[int, Option], name: str = "plan") -> Plan:
+    """A plan that keeps each layer by an option; layers kept whole need no entry.
+
+    Parameters
+    ----------
+    choice : option by layer.
+    name : of the plan.
+    """
+    alike: dict[str, list[int]] = {}
+    for layer in sorted(choice):
+        alike.setdefault(choice[layer].name, []).append(layer)
+    entries = {one.name: one.entry for one in choice.values()}
+    layers = [
+        entries[option].model_copy(update={"layers": _ranges(numbers)})
+        for option, numbers in alike.items()
+        if not entries[option].is_full
+    ]
+    return Plan(name=name, layers=layers)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as a plan writes them: "0-3,8"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,193 @@
+"""Plans from what was measured: the best one within a budget, one option everywhere, and TailorKV's labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvtailor.budget import Budget
+from kvtailor.calibrate.density import TAU
+from kvtailor.calibrate.options import CHANNEL, plan_of
+from kvtailor.calibrate.planner import choose
+from kvtailor.calibrate.table import Measurement, Table
+from kvtailor.errors import PlanError
+from kvtailor.plan import MadeFor, Plan
+from kvtailor.report import human_bytes
+
+Count = Literal["held", "fast"]
+COUNTS: tuple[Count, ...] = ("held", "fast")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what the table says of it.
+
+    Attributes
+    ----------
+    plan : the plan.
+    choice : option by layer.
+    loss : sum of the layers' losses, nats per token; what the whole plan loses is measured elsewhere.
+    bytes_held, bytes_fast : of all layers.
+    """
+
+    plan: Plan
+    choice: dict[int, str]
+    loss: float
+    bytes_held: int
+    bytes_fast: int
+
+    def bytes_of(self, count: Count) -> int:
+        """Bytes, counted in one of the two ways."""
+        return self.bytes_held if count == "held" else self.bytes_fast
+
+
+def within_bytes(table: Table, limit: float, count: Count = "held", name: str = "planned") -> Planned:
+    """The plan of least measured loss whose layers hold no more than ``limit`` bytes.
+
+    Raises
+    ------
+    PlanError
+        If the smallest options hold more.
+    """
+    chosen = choose(_losses(table), _bytes(table, count), limit)
+    if chosen is None:
+        least = sum(min(row) for row in _bytes(table, count))
+        raise PlanError(
+            f"budget {human_bytes(limit)} is below what the smallest options hold: allowed are {human_bytes(least)} "
+            f"({int(least)} bytes) or more, of {human_bytes(default_bytes(table))} in the default cache"
+        )
+    return planned(table, _picked(table, chosen), name)
+
+
+def within_loss(table: Table, limit: float, count: Count = "held", name: str = "planned") -> Planned:
+    """The plan of fewest bytes whose layers' losses add up to no more than ``limit`` nats per token.
+
+    Raises
+    ------
+    PlanError
+        If the exactest options lose more.
+    """
+    chosen = choose(_bytes(table, count), _losses(table), limit)
+    if chosen is None:
+        least = sum(min(row) for row in _losses(table))
+        raise PlanError(f"loss {limit:g} is below what the exactest options lose: allowed are {least:.2g} or more")
+    return planned(table, _picked(table, chosen), name)
+
+
+def uniform(table: Table, name: str) -> Planned:
+    """The plan that keeps every layer by one option of the table."""
+    return planned(table, dict.fromkeys(table.layers, name), name)
+
+
+def labelled(table: Table, top: str, tau: float = TAU) -> Planned:
+    """TailorKV's plan: dense layers packed to 2 bits, the others retrieved by 2-bit codes.
+
+    Parameters
+    ----------
+    table : holds ``channel2`` and the option for the others.
+    top : that option, such as "codes:10%".
+    tau : density above which a layer is packed.
+    """
+    dense = {number: layer.mean_density > tau for number, layer in table.layers.items()}
+    return planned(
+        table, {number: CHANNEL if is_dense else top for number, is_dense in dense.items()}, "TailorKV labels"
+    )
+
+
+def planned(table: Table, choice: dict[int, str], name: str) -> Planned:
+    """A plan from a choice of options, with what the table says of it.
+
+    Parameters
+    ----------
+    table : holds them.
+    choice : option by layer.
+    name : of the plan.
+    """
+    found = [table.layers[number].options[one] for number, one in choice.items()]
+    plan = plan_of({number: table.options[one] for number, one in choice.items()}, name)
+    return Planned(
+        plan=plan.model_copy(update={"made_for": MadeFor(**table.made_for)}),
+        choice=choice,
+        loss=sum(one.loss for one in found),
+        bytes_held=sum(one.bytes_held for one in found),
+        bytes_fast=sum(one.bytes_fast for one in found),
+    )
+
+
+def default_bytes(table: Table) -> int:
+    """Bytes of the default cache in the layers of the table."""
+    return table.bytes_default * len(table.layers)
+
+
+def bytes_of_budget(table: Table, text: str) -> float:
+    """Bytes that "25%" (of the default cache) or "64MiB" stand for; raises PlanError for anything else."""
+    try:
+        budget = Budget.parse(text)
+    except ValueError:
+        budget = Budget("tokens", 0)
+    if budget.kind == "tokens":
+        raise PlanError(
+            f"budget {text!r} cannot be used: allowed are a share of the default cache (25%) and bytes (64MiB)"
+        )
+    return budget.amount * (default_bytes(table) if budget.kind == "fraction" else 1)
+
+
+def with_measurements(table: Table, one: Planned, settings: dict[str, Any]) -> Plan:
+    """A plan with what was measured, for the reader.
+
+    Parameters
+    ----------
+    table, one : the measurements, and the plan chosen from them.
+    settings : what was asked for.
+    """
+    measured = {
+        **settings,
+        "tokens": table.tokens,
+        "held_out": table.held_out,
+        "texts": table.texts,
+        "dtype": table.dtype,
+        "tau": TAU,
+        "loss_summed": _rounded(one.loss),
+        "bytes_held": one.bytes_held,
+        "bytes_fast": one.bytes_fast,
+        "bytes_default": default_bytes(table),
+        "layers": {str(number): _of_layer(table, number, name) for number, name in one.choice.items()},
+    }
+    return one.plan.model_copy(update={"measured": measured})
+
+
+def _of_layer(table: Table, number: int, name: str) -> dict[str, Any]:
+    layer = table.layers[number]
+    found = layer.options[name]
+    return {
+        "density": _rounded(layer.mean_density),
+        "label": layer.label,
+        "option": name,
+        "error": _rounded(found.error),
+        "error_of_heads": [_rounded(error) for error in found.errors],
+        "loss": _rounded(found.loss),
+        "bytes_held": found.bytes_held,
+        "bytes_fast": found.bytes_fast,
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _losses(table: Table) -> list[list[float]]:
+    return [[one.loss for one in layer.options.values()] for layer in table.layers.values()]
+
+
+def _bytes(table: Table, count: Count) -> list[list[float]]:
+    def of(one: Measurement) -> int:
+        return one.bytes_held if count == "held" else one.bytes_fast
+
+    return [[of(one) for one in layer.options.values()] for layer in table.layers.values()]
+
+
+def _picked(table: Table, chosen: Sequence[int]) -> dict[int, str]:
+    return {
+        number: list(layer.options)[place] for (number, layer), place in zip(table.layers.items(), chosen, strict=True)
+    }

@@ -1,0 +1,215 @@
+"""What calibration measured: for every layer its density, and for every option its error, its loss and its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvtailor.calibrate.density import TAU, label
+from kvtailor.calibrate.options import Option
+from kvtailor.errors import KVTailorError
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One option in one layer.
+
+    Attributes
+    ----------
+    errors : by query head, distance of the attention output from the exact one over its length, mean over tokens.
+    loss : divergence of the next token's distribution when this layer alone is kept so, nats per token.
+    bytes_held, bytes_fast : of the layer in memory, and without what lives in slow host memory.
+    """
+
+    errors: list[float]
+    loss: float
+    bytes_held: int
+    bytes_fast: int
+
+    @property
+    def error(self) -> float:
+        """Mean over query heads."""
+        return fmean(self.errors)
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """One layer.
+
+    Attributes
+    ----------
+    density : by query head.
+    options : measurements by the option's name.
+    """
+
+    density: list[float]
+    options: dict[str, Measurement]
+
+    @property
+    def mean_density(self) -> float:
+        """Mean over query heads: TailorKV's score."""
+        return fmean(self.density)
+
+    @property
+    def label(self) -> str:
+        """What TailorKV would do: "quantise" or "retrieve"."""
+        return label(self.mean_density, TAU)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All layers that can be tailored, and what they were measured on.
+
+    Attributes
+    ----------
+    made_for : the model, as a plan's ``made_for``.
+    texts, tokens, held_out : texts, tokens of each before the held-out ones, and held-out tokens of each.
+    dtype : of the model.
+    layers : by number.
+    options : by name.
+    bytes_default : of the default cache, one layer, mean over texts.
+    """
+
+    made_for: dict[str, Any]
+    texts: list[str]
+    tokens: list[int]
+    held_out: int
+    dtype: str
+    layers: dict[int, LayerTable]
+    options: dict[str, Option]
+    bytes_default: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {
+            "made_for": self.made_for,
+            "texts": self.texts,
+            "tokens": self.tokens,
+            "held_out": self.held_out,
+            "dtype": self.dtype,
+            "bytes_default": self.bytes_default,
+            "layers": {
+                number: {"density": layer.density, "label": layer.label, "options": _plain(layer)}
+                for number, layer in self.layers.items()
+            },
+        }
+
+
+def _plain(layer: LayerTable) -> dict[str, Any]:
+    return {name: {**asdict(one), "error": one.error} for name, one in layer.options.items()}
+
+
+def mean_of(tables: Sequence[LayerTable]) -> LayerTable:
+    """One layer over several texts; options that all of them hold."""
+    names = [name for name in tables[0].options if all(name in table.options for table in tables)]
+    return LayerTable(
+        density=[fmean(heads) for heads in zip(*(table.density for table in tables), strict=True)],
+        options={name: _mean([table.options[name] for table in tables]) for name in names},
+    )
+
+
+def _mean(found: Sequence[Measurement]) -> Measurement:
+    return Measurement(
+        errors=[fmean(heads) for heads in zip(*(one.errors for one in found), strict=True)],
+        loss=fmean(one.loss for one in found),
+        bytes_held=round(fmean(one.bytes_held for one in found)),
+        bytes_fast=round(fmean(one.bytes_fast for one in found)),
+    )
+
+
+@dataclass
+class Notes:
+    """Measurements as they come, in a file that a later run goes on from.
+
+    Attributes
+    ----------
+    path : of the file, or None to keep nothing.
+    key : what was measured on what.
+    layers : by text and layer, as "0/3".
+    """
+
+    path: Path | None
+    key: dict[str, Any]
+    layers: dict[str, LayerTable] = field(default_factory=dict)
+    entries: dict[str, str] = field(default_factory=dict)  # what the names of options stood for
+
+    @classmethod
+    def open(cls, folder: Path | None, key: dict[str, Any]) -> Notes:
+        """Notes of an earlier run with the same key, or empty ones.
+
+        Parameters
+        ----------
+        folder : holds a file for each key, or None to keep nothing.
+        key : what is measured on what.
+
+        Raises
+        ------
+        KVTailorError
+            If the file cannot be read, or is no file of measurements.
+        """
+        if folder is None:
+            return cls(None, key)
+        path = folder / f"measured-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]}.json"
+        if not path.exists():
+            return cls(path, key)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["key"] != key:
+                raise KeyError("key")
+            layers = {place: _layer(layer) for place, layer in data["layers"].items()}
+            return cls(path, key, layers, dict(data["entries"]))
+        except OSError as error:
+            raise KVTailorError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise KVTailorError(
+                f"{path} is no file of measurements for this model and text: remove it, or choose another folder"
+            ) from None
+
+    def known(self, place: str, options: Sequence[Option]) -> set[str]:
+        """Names of options that were measured at a place, as they are now."""
+        measured = self.layers[place].options if place in self.layers else {}
+        return {one.name for one in options if one.name in measured and self.entries.get(one.name) == _entry(one)}
+
+    def add(self, place: str, density: list[float], found: dict[Option, Measurement]) -> None:
+        """Take in what was measured of one layer on one text, and write everything, whole or not at all."""
+        before = self.layers[place].options if place in self.layers else {}
+        for option in found:
+            if self.entries.get(option.name, _entry(option)) != _entry(option):
+                self._forget(option.name)
+            self.entries[option.name] = _entry(option)
+        named = {option.name: one for option, one in found.items()}
+        self.layers[place] = LayerTable(density, {**before, **named})
+        self._write()
+
+    def _forget(self, name: str) -> None:
+        for layer in self.layers.values():
+            layer.options.pop(name, None)
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        data = {
+            "key": self.key,
+            "entries": self.entries,
+            "layers": {place: asdict(layer) for place, layer in self.layers.items()},
+        }
+        partial = self.path.with_name(self.path.name + ".partial")
+        try:
+            partial.write_text(json.dumps(data), encoding="utf-8")
+            os.replace(partial, self.path)
+        except OSError as error:
+            raise KVTailorError(f"{self.path} cannot be written: {error.strerror}") from None
+
+
+def _layer(data: dict[str, Any]) -> LayerTable:
+    return LayerTable(data["density"], {name: Measurement(**one) for name, one in data["options"].items()})
+
+
+def _entry(option: Option) -> str:
+    return json.dumps(option.entry.model_dump(mode="json", exclude_defaults=True), sort_keys=True)

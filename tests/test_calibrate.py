@@ -1,0 +1,388 @@
+"""Calibration and the planner: what is measured is what a model does, and what is chosen is the best there is."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvtailor
+from kvtailor._compat import output_cache_argument
+from kvtailor.calibrate import calibrate, option, options, within_bytes, within_loss
+from kvtailor.calibrate import run as calibration
+from kvtailor.calibrate.capture import Capture, capture
+from kvtailor.calibrate.compare import compare
+from kvtailor.calibrate.density import density, head_density
+from kvtailor.calibrate.evaluate import default, evaluate
+from kvtailor.calibrate.exact import held_out_attention
+from kvtailor.calibrate.measure import errors, step_through
+from kvtailor.calibrate.options import plan_of
+from kvtailor.calibrate.planner import choose
+from kvtailor.calibrate.plans import bytes_of_budget, default_bytes, labelled, uniform, with_measurements
+from kvtailor.calibrate.replay import losses, replay
+from kvtailor.calibrate.table import Table
+from kvtailor.errors import KVTailorError, ModelError, PlanError
+from kvtailor.plan import Plan
+from zoo import ZOO
+
+HELD_OUT = 6
+TRIED = ("full", "int4", "int2", "channel2", "fifo:20%", "snapkv:50%", "codes:10%")
+SIZES = {
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": None,
+}  # fmt: skip
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
+    for parameter in model.parameters():  # larger weights, so that attention is not flat
+        if parameter.dim() > 1:
+            parameter.data.mul_(3.0)
+    return model
+
+
+def text(count: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, 61, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def seen(llama: LlamaForCausalLM) -> Capture:
+    return capture(llama, text(300), HELD_OUT)
+
+
+@pytest.fixture(scope="module")
+def table(llama: LlamaForCausalLM) -> Table:
+    with torch.no_grad():
+        return calibrate(llama, [text(300), text(260, 2)], options(TRIED), held_out=HELD_OUT, name="tiny")
+
+
+# Density.
+
+
+def test_density_of_each_head_by_loops():
+    query, keys = torch.randn(4, 5, 16), torch.randn(2, 40, 16)
+    found = head_density(query, keys, share=0.1)
+    for head in range(4):
+        uncovered = []
+        for row in range(5):
+            visible = 40 - 5 + row + 1
+            logits = [float(query[head, row] @ keys[head // 2, token]) / 4 for token in range(visible)]
+            weights = [math.exp(logit - max(logits)) for logit in logits]
+            shares = sorted((weight / sum(weights) for weight in weights), reverse=True)
+            uncovered.append(1 - sum(shares[:4]))
+        assert found[head] == pytest.approx(sum(uncovered) / 5, abs=1e-5)
+    assert density(query, keys, share=0.1) == pytest.approx(float(found.mean()))
+
+
+# What the model saw.
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ZOO.items() if not kind.build().config.is_encoder_decoder])
+def test_exact_outputs_put_back_give_the_models_own_logits(name):
+    """Every layer: soft caps, sinks, windows, norms of queries, and the layers before it passed by."""
+    model, ids = ZOO[name].build(), text(80)
+    found = capture(model, ids, HELD_OUT)
+    expected = model(input_ids=ids).logits[0, -HELD_OUT:]
+    torch.testing.assert_close(found.logits, expected)
+    assert len(found.layers) == len(found.passed) == 3
+    for number, layer in found.layers.items():
+        exact = held_out_attention(layer, HELD_OUT)
+        twice = replay(model, found, number, torch.stack([exact, exact]))
+        torch.testing.assert_close(twice, expected.expand(2, -1, -1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(input_ids=ids).logits[0, -HELD_OUT:], expected, atol=0, rtol=0)
+
+
+def test_a_model_is_as_before(llama, seen):
+    config, forward = llama.model.layers[0].self_attn.config, llama.model.layers[0].forward
+    replay(llama, seen, 2, torch.zeros(1, HELD_OUT, 4, 16))
+    with pytest.raises(RuntimeError):
+        replay(llama, seen, 2, torch.zeros(1, HELD_OUT, 4, 15))
+    capture(llama, text(50), HELD_OUT)
+    assert llama.model.layers[0].self_attn.config is config
+    assert llama.model.layers[0].forward == forward
+    assert not [name for module in llama.modules() for name in module.__dict__ if "listener" in name]
+
+
+# What is measured.
+
+
+def test_errors_are_those_of_a_direct_computation(llama, seen):
+    """The first four tokens and the newest 96 of them, attended one step after the other."""
+    entry, number, budget = option("fifo:100").entry, 1, 100
+    found = errors(step_through(llama, seen, number, entry).outputs, held_out_attention(seen.layers[number], HELD_OUT))
+    layer = seen.layers[number]
+    for head in range(4):
+        apart = []
+        for slot in range(seen.prompt, seen.prompt + HELD_OUT):
+            kept = [*range(4), *range(slot + 1 - budget + 4, slot + 1)]
+            outs = []
+            for tokens in (kept, list(range(slot + 1))):
+                logits = layer.keys[0, head // 2, tokens] @ layer.query[0, head, slot] / 4
+                outs.append(logits.softmax(dim=0) @ layer.values[0, head // 2, tokens])
+            apart.append(float((outs[0] - outs[1]).norm() / outs[1].norm()))
+        assert found[head] == pytest.approx(sum(apart) / HELD_OUT, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_the_loss_of_an_option_is_that_of_a_plan_for_its_layer_alone(llama, seen, name):
+    one = option(name)
+    for number in (0, 2):
+        stepped = step_through(llama, seen, number, one.entry)
+        (loss,) = losses(llama, seen, number, stepped.outputs[None])
+        whole = evaluate(llama, [seen], plan_of({number: one}))
+        assert loss == pytest.approx(whole.loss, rel=2e-2, abs=1e-7)
+
+
+def test_bytes_are_those_that_a_cache_reports(llama, seen):
+    for name in TRIED:
+        stepped = [step_through(llama, seen, number, option(name).entry) for number in range(3)]
+        whole = evaluate(llama, [seen], plan_of(dict.fromkeys(range(3), option(name))))
+        assert sum(one.bytes_held for one in stepped) == whole.bytes_held
+        assert sum(one.bytes_fast for one in stepped) == whole.bytes_fast
+        assert (whole.bytes_fast < whole.bytes_held) == (name == "codes:10%")
+
+
+def test_an_evaluation_is_what_the_attached_model_does(llama):
+    plan, ids = Plan.preset("int2"), text(200, 5)
+    name = output_cache_argument(inspect.signature(llama.forward).parameters)
+    cache, rows = kvtailor.KVCache(llama, plan), []
+    with kvtailor.attach(llama, plan):
+        llama(input_ids=ids[:, :-HELD_OUT], **{name: cache})
+        for slot in range(200 - HELD_OUT, 200):
+            rows.append(llama(input_ids=ids[:, slot : slot + 1], **{name: cache}).logits[0, -1])
+    found = evaluate(llama, [capture(llama, ids, HELD_OUT)], plan)
+    expected = llama(input_ids=ids).logits[0, -HELD_OUT:].double().log_softmax(-1)
+    apart = (expected.exp() * (expected - torch.stack(rows).double().log_softmax(-1))).sum(-1).mean()
+    assert found.loss == pytest.approx(float(apart), rel=1e-2)
+    assert found.bytes_held == cache.report().bytes_held
+
+
+def test_the_default_cache_loses_nothing(llama, seen):
+    row = default([seen])
+    assert row.loss == 0 and row.agreement == 1
+    assert row.bytes_held == 3 * 2 * 300 * 2 * 16 * 4
+    assert evaluate(llama, [seen], Plan()).loss == pytest.approx(0, abs=1e-9)
+
+
+def test_a_table_holds_every_option_of_every_layer(table):
+    assert list(table.layers) == [0, 1, 2]
+    for layer in table.layers.values():
+        assert list(layer.options) == list(TRIED)
+        assert len(layer.density) == 4 and all(0 <= score <= 1 for score in layer.density)
+        assert layer.options["full"].error < 1e-4 and layer.options["full"].loss < 1e-6
+        assert layer.options["int4"].error < layer.options["int2"].error
+    assert table.tokens == [294, 254] and table.bytes_default == 280 * 2 * 2 * 16 * 4
+
+
+def test_layers_with_windows_are_left_alone():
+    model = ZOO["gemma2"].build()
+    found = calibrate(model, [text(120)], options(["int4"]), held_out=4)
+    assert list(found.layers) == [1]
+    evaluate(model, [capture(model, text(120), 4)], within_bytes(found, 1e9).plan)
+
+
+# The planner.
+
+NUMBERS = st.integers(0, 12)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=4), min_size=1, max_size=5),
+    limit=st.integers(0, 40),
+    scale=st.sampled_from([1.0, 1e-7, 1e7]),
+)
+def test_the_planner_finds_what_trying_everything_finds(rows, limit, scale):
+    """Ties, tables without a choice and limits that nothing fits in among them."""
+    costs, weights = (
+        [[pair[part] * factor for pair in row] for row in rows] for part, factor in ((0, scale), (1, 1.0))
+    )
+    ways = itertools.product(*(range(len(row)) for row in rows))
+    allowed = [way for way in ways if sum(weights[n][place] for n, place in enumerate(way)) <= limit]
+    found = choose(costs, weights, limit)
+    if not allowed:
+        assert found is None
+        return
+    assert found is not None and tuple(found) in allowed
+    best = min(sum(costs[n][place] for n, place in enumerate(way)) for way in allowed)
+    assert sum(costs[n][place] for n, place in enumerate(found)) == pytest.approx(best, rel=1e-9)
+
+
+def test_the_planner_is_quick_where_there_are_many_layers():
+    source = torch.Generator().manual_seed(0)
+    weights = (torch.rand(80, 25, generator=source) * 1e8).round().tolist()
+    costs = [[1e4 / (weight + 1e4) * float(torch.rand(1, generator=source)) for weight in row] for row in weights]
+    found = choose(costs, weights, sum(max(row) for row in weights) / 5)
+    assert found is not None and len(found) == 80
+
+
+def test_plans_stay_within_bytes_and_lose_less_with_more_of_them(table):
+    found = [within_bytes(table, share * default_bytes(table)) for share in (0.3, 0.5, 1.0)]
+    assert all(
+        one.bytes_held <= share * default_bytes(table) for one, share in zip(found, (0.3, 0.5, 1.0), strict=True)
+    )
+    assert found[0].loss >= found[1].loss >= found[2].loss
+    for name in TRIED:
+        alike = uniform(table, name)
+        for count in ("held", "fast"):
+            assert within_bytes(table, alike.bytes_of(count), count).loss <= alike.loss
+
+
+def test_plans_within_a_loss_hold_no_more_than_needed(table):
+    least = uniform(table, "int4")
+    found = within_loss(table, least.loss)
+    assert found.loss <= least.loss and found.bytes_held <= least.bytes_held
+    assert within_bytes(table, found.bytes_held).loss <= found.loss
+
+
+def test_labels_pack_the_dense_layers(table):
+    dense = [number for number, layer in table.layers.items() if layer.mean_density > 0.2]
+    found = labelled(table, "codes:10%")
+    assert [number for number, name in found.choice.items() if name == "channel2"] == dense
+    assert set(labelled(table, "codes:10%", tau=1.0).choice.values()) == {"codes:10%"}
+
+
+def test_a_comparison_gives_the_planner_each_rivals_bytes(llama, table):
+    seen = [capture(llama, text(280, 9), HELD_OUT)]
+    found = compare(llama, table, seen, "fast")
+    assert [pair.other.plan for pair in found.pairs if pair.other.plan not in TRIED] == ["TailorKV labels"]
+    for pair in found.pairs:
+        assert pair.planned_predicted <= pair.other_predicted
+
+
+# Plans.
+
+
+def test_layers_of_a_plan_are_written_as_ranges():
+    choice = {number: option("int4" if number in (0, 1, 2, 5) else "full") for number in range(7)}
+    plan = plan_of(choice | {6: option("snapkv:50%+int2")})
+    assert [entry.layers for entry in plan.layers] == ["0-2,5", "6"]
+    assert plan.layer(6, 7).in_words == "snapkv 50%, rotated 2-bit"
+    assert plan.layer(3, 7).is_full
+
+
+def test_a_plan_with_measurements_reads_back_and_serves_its_model(llama, table, tmp_path):
+    planned = within_bytes(table, 0.4 * default_bytes(table))
+    plan = with_measurements(table, planned, {"budget": "40%"})
+    plan.save(tmp_path / "plan.yaml")
+    read = Plan.load(tmp_path / "plan.yaml")
+    assert read.layers == plan.layers and read.made_for == plan.made_for
+    assert read.measured["layers"]["0"]["option"] == planned.choice[0]
+    assert read.made_for is not None and read.made_for.name == "tiny"
+    with kvtailor.attach(llama, read):
+        llama(input_ids=text(20))
+    assert "made_for" not in Plan.preset("int4").to_yaml()
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 2}, {"hidden_size": 32}, {"head_dim": 32}])
+def test_a_plan_for_another_model_is_refused_and_both_are_named(table, change):
+    plan = within_bytes(table, default_bytes(table)).plan
+    other = tiny_llama(**change)
+    for use in (lambda: kvtailor.KVCache(other, plan), lambda: kvtailor.attach(other, plan)):
+        with pytest.raises(
+            PlanError, match=r"made for LlamaForCausalLM of 3 layers.*this model is LlamaForCausalLM of"
+        ):
+            use()
+    kvtailor.KVCache(other, plan.model_copy(update={"made_for": None}))
+
+
+# Going on.
+
+
+def test_a_calibration_goes_on_where_it_was_interrupted(llama, table, tmp_path, monkeypatch):
+    measured: list[tuple[int, list[str]]] = []
+    measure = calibration.measure_layer
+
+    def noted(model: Any, seen: Capture, number: int, tried: Any) -> Any:
+        measured.append((number, [one.name for one in tried]))
+        return measure(model, seen, number, tried)
+
+    def interrupt(words: str) -> None:
+        if len(measured) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration, "measure_layer", noted)
+    texts = [text(300), text(260, 2)]
+
+    def once(names: Any = TRIED, **more: Any) -> Table:
+        return calibrate(llama, texts, options(names), held_out=HELD_OUT, notes=tmp_path, name="tiny", **more)
+
+    with pytest.raises(KeyboardInterrupt):
+        once(progress=interrupt)
+    assert [number for number, _ in measured] == [0, 1, 2, 0]
+    assert once().as_dict() == table.as_dict()
+    assert [number for number, _ in measured] == [0, 1, 2, 0, 1, 2]
+    found = once((*TRIED, "int3"))
+    assert {tuple(names) for _, names in measured[6:]} == {("int3",)} and len(measured) == 12
+    monkeypatch.setattr(calibration, "capture", None)
+    assert once((*TRIED, "int3")).as_dict() == found.as_dict()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_another_text_has_measurements_of_its_own(llama, tmp_path):
+    for seed in (1, 2):
+        calibrate(llama, [text(120, seed)], options(["int4"]), held_out=4, notes=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_name_that_stands_for_another_plan_now_is_measured_again(llama, tmp_path):
+    path = tmp_path / "mine.yaml"
+    found = []
+    for bits in (8, 2):
+        path.write_text(f"layers: [{{form: {{kind: rotated, bits: {bits}}}}}]")
+        table = calibrate(llama, [text(300)], options([str(path)]), held_out=4, notes=tmp_path)
+        found.append(table.layers[0].options[str(path)].error)
+    assert found[1] > 5 * found[0]
+
+
+# Wrong inputs.
+
+
+def test_wrong_inputs_are_named(llama, table, tmp_path):
+    with pytest.raises(KVTailorError, match=r"text of 37 tokens is too short.*allowed are 38 or more"):
+        calibrate(llama, [text(37)], options(), held_out=6)
+    with pytest.raises(KVTailorError, match="600 tokens is beyond the 512 positions of LlamaForCausalLM"):
+        calibrate(llama, [text(600)], options(), held_out=6)
+    with pytest.raises(KVTailorError, match="there is no text"):
+        calibrate(llama, [], options())
+    with pytest.raises(KVTailorError, match="6 held-out tokens of 6: allowed are 1 to 5"):
+        capture(llama, text(6), 6)
+    with pytest.raises(PlanError, match="unknown preset 'int5'"):
+        option("int5")
+    with pytest.raises(PlanError, match="'tailor' does not keep all layers alike: allowed are full, channel2"):
+        option("tailor")
+    with pytest.raises(PlanError, match=r"budget 1\.0 KiB is below what the smallest options hold: allowed are"):
+        within_bytes(table, 1024)
+    with pytest.raises(PlanError, match="loss -1 is below what the exactest options lose"):
+        within_loss(table, -1)
+    for budget in ("512", "much", "0%"):
+        with pytest.raises(PlanError, match=f"budget '{budget}' cannot be used: allowed are a share"):
+            bytes_of_budget(table, budget)
+    (tmp_path / "x").mkdir()
+    calibrate(llama, [text(120)], options(["int4"]), held_out=4, notes=tmp_path / "x")
+    (notes,) = (tmp_path / "x").iterdir()
+    notes.write_text("[]")
+    with pytest.raises(KVTailorError, match="is no file of measurements"):
+        calibrate(llama, [text(120)], options(["int4"]), held_out=4, notes=tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("whisper", "is an encoder-decoder"), ("mistral-window", "no layer that attends to all tokens")],
+)
+def test_models_that_cannot_be_calibrated_are_named(name, reason):
+    with pytest.raises(ModelError, match=reason):
+        calibrate(ZOO[name].build(), [text(60)], options(["int4"]), held_out=4)
