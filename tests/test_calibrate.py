@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import kvtailor
 from kvtailor._compat import output_cache_argument
@@ -28,6 +32,7 @@ from kvtailor.calibrate.planner import choose
 from kvtailor.calibrate.plans import bytes_of_budget, default_bytes, labelled, uniform, with_measurements
 from kvtailor.calibrate.replay import losses, replay
 from kvtailor.calibrate.table import Table
+from kvtailor.cli.main import app
 from kvtailor.errors import KVTailorError, ModelError, PlanError
 from kvtailor.plan import Plan
 from zoo import ZOO
@@ -386,3 +391,73 @@ def test_wrong_inputs_are_named(llama, table, tmp_path):
 def test_models_that_cannot_be_calibrated_are_named(name, reason):
     with pytest.raises(ModelError, match=reason):
         calibrate(ZOO[name].build(), [text(60)], options(["int4"]), held_out=4)
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Llama and a tokenizer whose tokens are bytes."""
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_llama(vocab_size=260, num_hidden_layers=2).save_pretrained(path)
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    letters = Tokenizer(models.BPE(vocabulary, []))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(path)
+    return path
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["plan", *(str(argument) for argument in arguments)], prog_name="kvtailor")
+
+
+def refused(*arguments: object) -> str:
+    """The one line of a command that must refuse its input, without "error: "."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    return line.removeprefix("error: ")
+
+
+SHORT = ("--tokens", 200, "--held-out", 4, "--option", "int4", "--option", "snapkv:50%", "--option", "codes:10%")
+
+
+def test_the_command_writes_a_plan_that_its_model_takes(folder, tmp_path):
+    result = call(folder, *SHORT, "--budget", "70%", "--out", tmp_path, "--option", "channel2", "--compare")
+    assert result.exit_code == 0, result.output
+    assert "TailorKV labels" in result.stdout and "Written" in result.stdout
+    plan = Plan.load(tmp_path / "plan.yaml")
+    assert plan.measured["budget"] == "70%" and plan.measured["held_out"] == 4
+    with kvtailor.attach(LlamaForCausalLM.from_pretrained(folder), plan):
+        pass
+    assert "## Beside other plans" in (tmp_path / "plan.md").read_text()
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_the_command_prints_one_object(folder, tmp_path):
+    (tmp_path / "mine.txt").write_text("All that is gold does not glitter. " * 20)
+    result = call(
+        folder, *SHORT, "--text", tmp_path / "mine.txt", "--loss", 1, "--count", "fast", "--json", "--out", tmp_path
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["choice"].keys() == {"0", "1"} and found["comparison"] is None
+    assert found["table"]["tokens"] == [200]
+
+
+def test_wrong_inputs_of_the_command_are_one_line(folder, tmp_path):
+    out = ("--out", tmp_path)
+    (tmp_path / "short.txt").write_text("few words")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "other.yaml").write_text("layers: [{layers: 0, form: {kind: rotated, bits: 4}}]")
+    assert "too short: 24 are held out" in refused(folder, "--text", tmp_path / "short.txt", *out)
+    assert "is no text in UTF-8" in refused(folder, "--text", tmp_path / "bytes.txt", *out)
+    assert "cannot be read" in refused(folder, "--text", tmp_path / "none.txt", *out)
+    assert "allowed is one of them" in refused(folder, "--budget", "25%", "--loss", 0.1, *out)
+    assert "--count 'slow' is not offered" in refused(folder, "--count", "slow", *out)
+    assert "unknown preset" in refused(folder, "--option", "int5", *out)
+    assert "does not keep all layers alike" in refused(folder, "--option", tmp_path / "other.yaml", *out)
+    assert "beyond the 512 positions" in refused(folder, "--tokens", 1000, *out)
+    assert "is below what the smallest options hold" in refused(folder, *SHORT, "--budget", "1%", *out)
+    assert "budget '100' cannot be used" in refused(folder, *SHORT, "--budget", "100", *out)

@@ -92,7 +92,7 @@ def refused(*arguments: object, given: str | None = None) -> str:
 
 def test_help_names_the_commands_and_the_exit_codes() -> None:
     text = " ".join(called("--help").split())
-    for command in ("demo", "generate", "doctor", "presets", "schema"):
+    for command in ("demo", "generate", "plan", "doctor", "presets", "schema"):
         assert command in text
     assert "2 an input cannot be used" in text
     assert "130 interrupted" in text

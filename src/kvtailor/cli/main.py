@@ -15,6 +15,7 @@ from kvtailor.cli.demo import demo
 from kvtailor.cli.doctor import doctor
 from kvtailor.cli.failures import EXIT_CODES, report_failure
 from kvtailor.cli.generate import generate
+from kvtailor.cli.plan import plan
 from kvtailor.cli.presets import presets
 from kvtailor.cli.schema import schema
 
@@ -59,7 +60,7 @@ def commands(
         typer.echo(context.get_help())
 
 
-for command in (demo, generate, bench, doctor, presets, schema):
+for command in (demo, generate, plan, bench, doctor, presets, schema):
     app.command()(command)
 
 
