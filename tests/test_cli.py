@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 import kvtailor
 from kvtailor._compat import output_cache_argument
+from kvtailor.cli import bandwidth
+from kvtailor.cli.advice import LADDER, SHARE, advice, recommended
 from kvtailor.cli.failures import describe
 from kvtailor.cli.generate import renumbers
 from kvtailor.cli.machine import processor
@@ -152,6 +154,48 @@ def test_doctor_tells_what_a_plan_would_hold(tiny: Path) -> None:
     assert [group["layers"] for group in found["layer_groups"]] == ["0-1"]
     assert found["length_limit"] == LIMIT
     assert found["warnings"] == []
+
+
+def test_doctor_measures_and_answers_the_usual_complaints(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bandwidth, "MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(bandwidth, "DISK_BYTES", 1 << 24)
+    options = ("doctor", tiny, "--plan", "tailor-offload", "--tokens", 600, "--measure", "--folder", tmp_path)
+    found = json.loads(called(*options, "--json"))
+    assert found["measured"]["memory_gb_per_s"] > 0 and found["measured"]["disk_rows_ms"] > 0
+    assert found["model"]["recommended"]["plan"] == "full"
+    answers, steps, memory = found["model"]["advice"]
+    assert "2 bits" in answers and "read from disk" in steps and "fits beside" in memory
+    assert "Plan full is the safest whose cache" in called(*options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [("snapkv:25%", "drops tokens"), ("tailor", "2 bits"), ("quest", "raise top"), ("int4", "next to nothing")],
+)
+def test_advice_names_what_a_plan_risks(plan: str, words: str) -> None:
+    measured = {"disk_rows_ms": None, "disk_read_gb_per_s": None, "link_gb_per_s": [2.5]}
+    answers, steps, memory = advice(Plan.preset(plan), measured, held=100, default=200, free=110)
+    assert words in answers and "does not fit" in memory
+    assert "how much is free is not known" in advice(Plan.preset(plan), measured, 1, 2, None)[2]
+    assert "name another folder" in advice(Plan.preset("tailor-offload"), measured, 1, 2, None)[1] and steps
+
+
+def test_the_safest_plan_that_fits_is_recommended() -> None:
+    config, tokens = tiny_config(), 600
+    sizes = {name: estimate(config, Plan.preset(name), tokens).bytes_held for name in LADDER}
+    for name, held in sizes.items():
+        free = int(held / SHARE) + 1
+        chosen = recommended(config, tokens, torch.float32, free)
+        assert chosen is not None and chosen[1] <= held and LADDER.index(chosen[0]) <= LADDER.index(name)
+    assert recommended(config, tokens, torch.float32, 10) is None
+    assert recommended(config, tokens, torch.float32, None) is None
+
+
+def test_a_folder_that_is_none_is_named() -> None:
+    assert "--folder 'nowhere' is no folder" in refused("doctor", "--measure", "--folder", "nowhere")
 
 
 def test_doctor_prints_layer_groups_for_people(tiny: Path, tmp_path: Path) -> None:

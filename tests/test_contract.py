@@ -640,6 +640,27 @@ class TestRefusedUse:
             layer.update(key[:, :, :1], key[:, :, :1])
         assert layer.seen == before[1] == 300 and sum(layer.rows[1].lengths) == sum(before[0][1])
 
+    @with_plans({**PACKING, "full": "full", "tailor": "tailor:40"}, compiled=("int8", "tailor", "full"))
+    def test_tokens_computed_elsewhere_are_held_as_those_of_a_prompt(self, plan):
+        model, inputs = build(), text(300)
+        stock = kv_cache(model(**inputs, use_cache=True))
+        pairs = [(layer.keys, layer.values) for layer in stock.layers]
+        cache = kvtailor.KVCache(model, plan)
+        if plan is PACKING["both"]:
+            with pytest.raises(CacheError, match="h2o 150, rotated 4-bit, which must see the attention"):
+                cache.take(pairs)
+            assert cache.get_seq_length() == 0
+            return
+        cache.take(pairs)
+        with kvtailor.attach(model, plan):
+            expected = kv_cache(model(**inputs, use_cache=True))
+            assert cache.report().bytes_held == expected.report().bytes_held
+            step = torch.tensor([[5], [6]])
+            found = model(step, past_key_values=cache).logits
+            torch.testing.assert_close(found, model(step, past_key_values=expected).logits, atol=1e-5, rtol=1e-4)
+        with pytest.raises(CacheError, match="2 pairs of keys and values for 3 layers"):
+            cache.take(pairs[:2])
+
     def test_a_crop_beyond_the_beginning_is_refused(self):
         model = build()
         with kvtailor.attach(model, INT8):

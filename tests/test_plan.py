@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +67,46 @@ def test_the_first_entry_that_addresses_a_layer_decides():
 def test_the_schema_is_json_and_names_the_four_choices():
     schema = json.loads(json.dumps(Plan.model_json_schema()))
     assert {"keep", "form", "find", "tier"} <= set(schema["$defs"]["LayerPlan"]["properties"])
+
+
+def test_tailorkv_settings_are_a_plan(tmp_path):
+    """The file that TailorKV is described with: packed layers, and channels that find the tokens of the others."""
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        "quant_layers: [0, 3]\nsparse_ratio: 0.03\ncritical_channels: 12\nprefetch_window: 2\ntau: 0.2\nbits: 2\n"
+    )
+    plan = Plan.load(file)
+    packed, found = plan.layer(3, 5), plan.layer(1, 5)
+    assert (packed.form.kind, packed.form.bits, packed.find.index) == ("channel", 2, "all")
+    assert (found.find.index, found.find.options, str(found.find.top)) == ("channels", {"count": 12}, "3%")
+    assert found.find.ahead and found.tier == "host" and Plan.of(file).layer(4, 5) == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quant_layers": 0}, "quant_layers 0 cannot be used: allowed is a list"),
+        ({"quant_layers": [0], "sparse_ratio": 3}, "sparse_ratio 3 cannot be used"),
+        ({"quant_layers": [0], "prefetch_window": 5}, "prefetch_window 5 cannot be used"),
+        ({"quant_layers": [0], "critical_channels": 0}, "count 0 cannot be used"),
+        ({"quant_layers": [0], "channels": 8}, "field 'channels' is not known beside quant_layers"),
+    ],
+)
+def test_wrong_tailorkv_settings_are_named_with_the_file(tmp_path, settings, said):
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps(settings))
+    with pytest.raises(PlanError) as caught:
+        Plan.load(file)
+    assert str(file) in str(caught.value) and said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["quest", "pqcache:10%", "tailor", "tailor-1bit", "tailor-offload:256"])
+def test_presets_that_retrieve_take_the_tokens_of_a_step(name):
+    plan = Plan.preset(name)
+    first, rest = plan.layer(0, 30), plan.layer(7, 30)
+    assert str(rest.find.top) == (name.partition(":")[2] or "512") and rest.find.index != "all"
+    assert (first.form.kind != "dense") == name.startswith("tailor")
+    assert Plan(**yaml.safe_load(plan.to_yaml())) == plan
 
 
 @pytest.mark.parametrize(

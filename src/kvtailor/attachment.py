@@ -18,7 +18,9 @@ from kvtailor import _compat, attention, prefill
 from kvtailor.cache import EncoderDecoderKVCache, KVCache
 from kvtailor.compiled import CompiledStep
 from kvtailor.errors import ModelError, PlanError
+from kvtailor.layers.retrieving import RetrievingLayer
 from kvtailor.plan import Plan
+from kvtailor.read_ahead import ReadAhead
 from kvtailor.served import check_served
 
 _MARK = "_kvtailor_attachment"
@@ -42,10 +44,13 @@ class Attachment:
         self.decoder: nn.Module = model.get_decoder()
         self._configs: list[tuple[nn.Module, PretrainedConfig]] = []
         self._replaced: list[tuple[nn.Module, str, Any]] = []
+        self._reading: ReadAhead | None = None
         attention.register()
         try:
             self._switch_attention()
             self._replace(self.decoder, "forward", self._forward())
+            if not compile:
+                self._read_ahead()
             if hasattr(model, "_prepare_cache_for_generation"):  # base models do not generate
                 self._replace(model, "_prepare_cache_for_generation", self._prepare_cache())
             for name in _compat.CONTINUOUS_BATCHING:
@@ -76,6 +81,9 @@ class Attachment:
             else:
                 module.__dict__[name] = before
         self._configs, self._replaced = [], []
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
         self.model.__dict__.pop(_MARK, None)
 
     def new_cache(self) -> KVCache | EncoderDecoderKVCache:
@@ -95,6 +103,13 @@ class Attachment:
                 copies[id(config)] = own
             self._configs.append((module, config))
             module.__dict__["config"] = copies[id(config)]
+
+    def _read_ahead(self) -> None:
+        cache = self.new_cache()
+        if isinstance(cache, KVCache) and any(
+            isinstance(layer, RetrievingLayer) and layer.reads_ahead for layer in cache.layers
+        ):
+            self._reading = ReadAhead(self.decoder)
 
     def _replace(self, module: nn.Module, name: str, function: Any) -> None:
         self._replaced.append((module, name, module.__dict__.get(name)))

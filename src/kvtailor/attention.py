@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvtailor import _compat
+from kvtailor import _compat, prediction
 from kvtailor.layers.base import HANDLE, Stock
 from kvtailor.layers.operator import traced_attention
 
@@ -39,6 +39,7 @@ def attention_over(stock: Stock) -> Stock:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if torch.compiler.is_compiling():
             return traced_attention(module, query, key, value, **given)
+        prediction.answer(query)
         layer = getattr(key, HANDLE, None)
         if layer is None:
             return stock(module, query, key, value, mask, **given)
@@ -65,3 +66,13 @@ def name_over(implementation: str | None, supports_sdpa: bool) -> str:
     Models that SDPA does not serve (soft caps, attention sinks) go over their own eager function.
     """
     return OVER_EAGER if implementation == "eager" or not supports_sdpa else OVER_SDPA
+
+
+def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
+    """A decoder's attention modules by layer."""
+    found: dict[int, nn.Module] = {}
+    for module in decoder.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and hasattr(module, "is_causal"):
+            found[index] = module
+    return found

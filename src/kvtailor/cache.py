@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,6 +85,34 @@ class KVCache(DynamicCache):
         tokens : tokens of the sequence when the prompt ends, those already seen and padding included.
         """
         self.step.expected = tokens
+
+    def take(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Hold the keys and values of tokens that were computed elsewhere, another cache's for example.
+
+        Layers that keep every token can: whole, packed and retrieving ones. No token may be padding.
+
+        Parameters
+        ----------
+        pairs : for each layer keys (B, Hkv, n, Dk) and values (B, Hkv, n, Dv), after position encoding.
+
+        Raises
+        ------
+        CacheError
+            If there are not as many pairs as layers, or a layer must see attention to know what to hold; the cache is
+            as before.
+        """
+        if len(pairs) != len(self.layers):
+            raise CacheError(f"{len(pairs)} pairs of keys and values for {len(self.layers)} layers; allowed: one each")
+        before = [layer.seen for layer in self.tailored()]
+        try:
+            for layer, (key, value) in zip(self.layers, pairs, strict=True):
+                if not isinstance(layer, TailoredLayer):
+                    raise CacheError(f"{type(layer).__name__} of Transformers cannot take tokens: run the prompt")
+                layer.take(key, value)
+        except BaseException:
+            for layer, seen in zip(self.tailored(), before, strict=True):
+                layer.roll_back(min(seen, layer.seen))
+            raise
 
     def check_owner(self, decoder: nn.Module) -> None:
         """Raise CacheError unless ``decoder`` belongs to the model that the cache was made for."""

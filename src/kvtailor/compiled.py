@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvtailor import _compat
+from kvtailor.attention import attention_modules
 from kvtailor.cache import KVCache
 from kvtailor.errors import ModelError
 from kvtailor.layers.base import Stock, TailoredLayer
@@ -45,11 +46,7 @@ class CompiledStep:
     def __init__(self, decoder: nn.Module, forward: Callable[..., Any], stock: Stock) -> None:
         self._forward = torch.compile(forward, fullgraph=True, dynamic=False)
         self._stock = stock
-        self._modules: dict[int, nn.Module] = {}
-        for module in decoder.modules():
-            index = getattr(module, "layer_idx", None)
-            if isinstance(index, int) and hasattr(module, "is_causal"):
-                self._modules[index] = module
+        self._modules = attention_modules(decoder)
 
     def serves(self, arguments: dict[str, Any]) -> bool:
         """Whether a call is a step that the graph is made for."""

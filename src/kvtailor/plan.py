@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvtailor import presets
+from kvtailor import presets, tailor_settings
 from kvtailor.budget import ALLOWED as ALLOWED_BUDGETS
 from kvtailor.budget import Budget
 from kvtailor.errors import PlanError
@@ -159,6 +159,9 @@ class Find(_Part):
     )
     sinks: int = Field(8, ge=0, description="first tokens that stay in fast memory")
     recent: int = Field(64, ge=1, description="newest tokens that stay in fast memory")
+    ahead: bool | None = Field(
+        None, description="read tokens ahead of the step that needs them, by a guess at its query; default: from disk"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="settings of the index")
 
     @model_validator(mode="before")
@@ -355,7 +358,13 @@ class Plan(_Part):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from a YAML (or JSON) file; raises PlanError that names the file and the field."""
+        """Read a plan, or TailorKV's settings, from a YAML (or JSON) file.
+
+        Raises
+        ------
+        PlanError
+            For a file that cannot be read or used; names the file and the field.
+        """
         path = Path(path)
         try:
             data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -368,7 +377,7 @@ class Plan(_Part):
                 f"plan file {path} holds {type(data).__name__}, allowed is a mapping with the fields of a plan"
             )
         try:
-            return cls(**data)
+            return cls(**(tailor_settings.plan_fields(data) if tailor_settings.is_settings(data) else data))
         except PlanError as error:
             raise PlanError(f"plan file {path}: {error}") from None
         except TypeError:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvtailor.cli.settings import active_kernels, console, count, dtype_of, heard, quiet, warn
+from kvtailor.errors import KVTailorError
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,10 @@ def doctor(
         int, typer.Option(parser=count, metavar="N", help="Tokens of the prompt that the estimate is for.")
     ] = 4096,
     dtype: Annotated[str, typer.Option(help="Of the cache: float32, bfloat16 or float16.")] = "float32",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure memory, disk and links to GPUs, and answer the usual complaints.")
+    ] = False,
+    folder: Annotated[Path | None, typer.Option(help="Where the disk is measured, with --measure.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Tell what this machine has, and with a model what its cache would hold after a prompt."""
@@ -34,12 +40,33 @@ def doctor(
     numbers, chosen = dtype_of(dtype), Plan.of(plan)
     with quiet():
         found = {**machine(), "kernels": kernels(), "embedded_models": embedded_models()}
+        if measure:
+            found["measured"] = measured(folder)
         if model is not None:
             found["model"] = examine(model, chosen, tokens, numbers, progress=not as_json)
+            if measure:
+                found["model"]["advice"] = advised(chosen, found)
     if as_json:
         typer.echo(json.dumps(found))
         return
     show(found)
+
+
+def measured(folder: Path | None) -> dict[str, Any]:
+    """Bandwidths of this machine as plain data; raises KVTailorError for a folder that is none."""
+    from kvtailor.cli.bandwidth import measure
+
+    if folder is not None and not folder.is_dir():
+        raise KVTailorError(f"--folder {str(folder)!r} is no folder: allowed is one that exists")
+    return measure(folder)
+
+
+def advised(plan: Plan, found: dict[str, Any]) -> list[str]:
+    """Lines on the usual complaints, from the plan and from what was measured."""
+    from kvtailor.cli.advice import advice
+
+    model = found["model"]
+    return advice(plan, found["measured"], model["bytes_held"], model["bytes_default"], model["free_bytes"])
 
 
 def machine() -> dict[str, Any]:
@@ -81,7 +108,9 @@ def examine(name: str, plan: Plan, tokens: int, dtype: torch.dtype, *, progress:
         If the plan cannot be used with the model.
     """
     from kvtailor import attach
+    from kvtailor.cli.advice import recommended
     from kvtailor.cli.configuration import load_config, on_meta
+    from kvtailor.cli.machine import free_bytes
     from kvtailor.estimate import estimate, length_limit
 
     config = load_config(name, progress=progress)
@@ -94,6 +123,8 @@ def examine(name: str, plan: Plan, tokens: int, dtype: torch.dtype, *, progress:
     if limit is not None and tokens > limit:
         warnings.append(f"{tokens} tokens are more than the {limit} positions of model {name!r}")
     warnings += dict.fromkeys(layer.note for layer in held.layers if layer.note)
+    free = free_bytes()
+    fitting = recommended(config, tokens, dtype, free)
     return {
         "name": name,
         "class": type(model).__name__,
@@ -103,6 +134,8 @@ def examine(name: str, plan: Plan, tokens: int, dtype: torch.dtype, *, progress:
         "dtype": str(dtype).removeprefix("torch."),
         "bytes_held": held.bytes_held,
         "bytes_default": held.bytes_default,
+        "free_bytes": free,
+        "recommended": None if fitting is None else {"plan": fitting[0], "bytes_held": fitting[1]},
         "layer_groups": layer_groups(held),
         "warnings": warnings,
     }
@@ -152,9 +185,26 @@ def show(found: dict[str, Any]) -> None:
     console().print(table)
     if found["kernels"]["note"]:
         console().print(f"{found['kernels']['note']}.")
+    if "measured" in found:
+        show_measured(found["measured"])
     if "model" in found:
         show_model(found["model"])
         warn(found["model"]["warnings"])
+
+
+def show_measured(rates: dict[str, Any]) -> None:
+    """Print bandwidths."""
+    links = ", ".join(f"{rate:.1f}" for rate in rates["link_gb_per_s"]) or "none"
+    lines = [f"memory {rates['memory_gb_per_s']:.1f} GB/s, links to GPUs: {links}"]
+    if rates["disk_rows_ms"] is None:
+        lines.append("disk: no file could be written")
+    else:
+        lines.append(
+            f"disk: write {rates['disk_write_gb_per_s']:.2f} GB/s, read {rates['disk_read_gb_per_s']:.2f} GB/s, "
+            f"256 scattered rows in {rates['disk_rows_ms']:.1f} ms"
+        )
+    for line in lines:
+        console().print(line)
 
 
 def show_model(model: dict[str, Any]) -> None:
@@ -185,6 +235,14 @@ def show_model(model: dict[str, Any]) -> None:
         "Estimated from the configuration, at the end of the prompt. The default cache takes "
         f"{human_bytes(growth / model['tokens'])} per token."
     )
+    fitting = model["recommended"]
+    if fitting is not None:
+        shown.print(
+            f"Plan {fitting['plan']} is the safest whose cache ({human_bytes(fitting['bytes_held'])}) fits the "
+            f"{human_bytes(model['free_bytes'])} of free memory with a fifth to spare."
+        )
+    for line in model.get("advice", []):
+        shown.print(line)
 
 
 def held_and_default(sizes: dict[str, Any]) -> tuple[str, str, str]:

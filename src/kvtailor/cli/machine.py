@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 CPU_INFO = Path("/proc/cpuinfo")
+MEMORY_INFO = Path("/proc/meminfo")
 INSTRUCTION_SETS = {
     "avx2": ("avx2",),
     "avx512": ("avx512f",),
@@ -54,6 +55,21 @@ def memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return None
+
+
+def free_bytes(memory_info: Path = MEMORY_INFO) -> int | None:
+    """Bytes of memory that are free: of the largest GPU where there is one, else of the machine, where it tells."""
+    import torch
+
+    if torch.cuda.is_available():
+        return max(torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count()))
+    if not memory_info.is_file():
+        return None
+    for line in memory_info.read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return None
 
 
 def versions() -> dict[str, str]:

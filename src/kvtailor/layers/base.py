@@ -183,6 +183,19 @@ class TailoredLayer(DynamicLayer):
     def default_nbytes(self) -> int:
         """Bytes that the default cache would hold for the tokens seen."""
 
+    def take(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Hold tokens that were computed elsewhere, (B, Hkv, n, Dk) and (B, Hkv, n, Dv), without attending to them.
+
+        Raises
+        ------
+        CacheError
+            If the layer must see attention to know what to hold.
+        """
+        raise CacheError(
+            f"{self.place} is kept as {self.plan.in_words}, which must see the attention that its tokens get: "
+            "run the prompt through the model"
+        )
+
     def prepare(self) -> None:
         """Do what was put off, before the next pass or crop."""
 

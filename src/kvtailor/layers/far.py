@@ -80,8 +80,24 @@ class FarTokens:
         -------
         (S, k, Dk) and (S, k, Dv).
         """
-        head = torch.arange(self.heads).repeat_interleave(index.shape[0] // self.heads)[:, None]
-        keys, values = (part[head, index.cpu()].to(self.device) for part in self.read())
+        head = torch.arange(self.heads, device=index.device).repeat_interleave(index.shape[0] // self.heads)
+        return self.rows(head[:, None].expand_as(index), index)
+
+    def rows(self, heads: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of pairs of a head and a token, on the device.
+
+        Parameters
+        ----------
+        heads, tokens : (...) int64.
+
+        Returns
+        -------
+        (..., Dk) and (..., Dv).
+        """
+        heads, tokens = heads.cpu(), tokens.cpu()
+        if self.pool.tier == "disk":
+            self.pool.expect(_runs(tokens))
+        keys, values = (part[heads, tokens].to(self.device) for part in self.read())
         return keys, values
 
     def take_from(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,6 +122,14 @@ class FarTokens:
         other.__dict__.update(self.__dict__)
         other.index, other.pool = self.index.copy(), self.pool.copy()
         return other
+
+
+def _runs(tokens: torch.Tensor) -> list[tuple[int, int]]:
+    """First and number of the tokens in each unbroken run, every token once."""
+    once = tokens.unique()
+    first = torch.cat([once[:1], once[1:][once.diff() > 1]])
+    last = torch.cat([once[:-1][once.diff() > 1], once[-1:]])
+    return list(zip(first.tolist(), (last - first + 1).tolist(), strict=True))
 
 
 class FarRow(Row):

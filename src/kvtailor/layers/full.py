@@ -50,6 +50,10 @@ class FullLayer(TailoredLayer):
         self.seen = seen
         return self._read()
 
+    def take(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Hold tokens that were computed elsewhere, (B, Hkv, n, Dk) and (B, Hkv, n, Dv)."""
+        self.update(key, value)
+
     def _reserve(self, tokens: int) -> None:
         if tokens > self._keys.shape[2]:
             self._handed = None  # it keeps the old arrays alive

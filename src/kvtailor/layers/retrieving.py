@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
 import torch
+from torch import nn
 
 from kvtailor.formats import GROUP_TOKENS
 from kvtailor.indexes.registry import index_class
 from kvtailor.indexes.selection import choose
 from kvtailor.kernels import native
 from kvtailor.kernels import reference as kernels
-from kvtailor.layers.base import Place, Step
+from kvtailor.layers.ahead import ReadingAhead, Staged, completed, read
+from kvtailor.layers.base import Place, Step, Stock
 from kvtailor.layers.call import Call
 from kvtailor.layers.far import FarRow, FarTokens
 from kvtailor.layers.row import Row
@@ -30,6 +38,9 @@ class RetrievingLayer(WholeLayer):
     def __init__(self, plan: LayerPlan, place: Place, step: Step) -> None:
         super().__init__(plan, place, step)
         self.find = plan.find
+        self.reads_ahead = plan.tier == "disk" if plan.find.ahead is None else plan.find.ahead
+        self.ahead = ReadingAhead()
+        self._staged: list[Staged | None] = []
 
     def check_sizes(self) -> None:
         """Raise PlanError if the index cannot hold heads of these sizes."""
@@ -54,6 +65,46 @@ class RetrievingLayer(WholeLayer):
             if blocks > 0:
                 row.move(blocks * GROUP_TOKENS, self.path)
 
+    def read_ahead(self, executor: ThreadPoolExecutor, ask: Callable[[], torch.Tensor | None]) -> None:
+        """Let another thread read what the next step is thought to need.
+
+        Parameters
+        ----------
+        executor : its thread.
+        ask : gives a guess at the step's query, (B, Hq, 1, D), or None.
+        """
+        if self.reads_ahead and any(row.far.length for row in self.rows):
+            self.ahead.begin(executor, partial(self._guess, ask))
+
+    @torch.no_grad()
+    def _guess(self, ask: Callable[[], torch.Tensor | None]) -> list[Staged | None]:
+        try:
+            query = ask()
+        except Exception:  # a module that cannot be asked is served as if nobody had
+            query = None
+        if query is None:
+            self.ahead.stats.failed += 1
+            return []
+        grouped = query.reshape(len(self.rows), self.heads, -1, query.shape[-1])
+        scale = query.shape[-1] ** -0.5
+        return [
+            read(row.far, self._chosen(row, one, scale).flatten(0, -2)) if row.far.length else None
+            for row, one in zip(self.rows, grouped, strict=True)
+        ]
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, stock: Stock, **given: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of ``query`` over what is held and what has just come."""
+        self._staged = self.ahead.take()  # before tokens move
+        return super().attend(module, query, mask, stock, **given)
+
+    def roll_back(self, seen: int) -> None:
+        """Return to ``seen`` tokens after a pass that failed, once what it had begun to read is there."""
+        with suppress(Exception):
+            self.ahead.take()
+        super().roll_back(seen)
+
     def handed(self, row: Row) -> native.Row:
         """Everything, for the queries that read everything."""
         assert isinstance(row, FarRow)
@@ -70,11 +121,25 @@ class RetrievingLayer(WholeLayer):
         """Attention of one query per head (Hkv, G, D): (Hkv, G, Dv) float32."""
         if not row.far.length:
             return self._attend_row(row, query[:, :, None], call, index)[:, :, 0]
+        chosen = self._chosen(row, query, call.scale)
+        native = self.path is not None and not query.requires_grad and self._is_plain(row, call, index)
+        if native and not self.reads_ahead:
+            found = self._attend_far(query, *row.far.read(), chosen, call)
+        else:
+            sets = chosen.flatten(0, -2)  # (S, k)
+            staged = self._staged[index] if index < len(self._staged) else None
+            keys, values = completed(row.far, sets, staged, self.ahead.stats)
+            if not native:
+                return self._attend_together(row, query, call, index, sets, keys, values)
+            every = torch.arange(sets.shape[1]).expand(sets.shape[0], -1)
+            found = self._attend_far(query.reshape(sets.shape[0], -1, query.shape[-1]), keys, values, every, call)
+        near = self._attend_near(row, query, call)
+        out, lse = _merged(*near, *(part.view(*query.shape[:2], *part.shape[2:]) for part in found))
+        return call.beside_sinks(out, lse)
+
+    def _chosen(self, row: FarRow, query: torch.Tensor, scale: float) -> torch.Tensor:
         count = self.find.tokens(row.far.length)
-        chosen = choose(row.far.index, query, count, self.find.select, call.scale, self.path)
-        if self.path is not None and not query.requires_grad and self._is_plain(row, call, index):
-            return self._attend_natively_found(self.path, row, query, call, chosen)
-        return self._attend_gathered(row, query, call, index, chosen)
+        return choose(row.far.index, query, count, self.find.select, scale, self.path)
 
     def _is_plain(self, row: FarRow, call: Call, index: int) -> bool:
         """Whether logits are scaled, and nothing that the row holds is hidden from the query."""
@@ -85,29 +150,38 @@ class RetrievingLayer(WholeLayer):
         shown = call.mask[index if call.mask.shape[0] > 1 else 0, :, 0]  # (1 or Hq, slots)
         return bool(shown[:, row.positions()[0]].all())
 
-    def _attend_natively_found(
-        self, path: str, row: FarRow, query: torch.Tensor, call: Call, chosen: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend_near(self, row: FarRow, query: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention (Hkv, G, Dv) over sinks and newest tokens, with its log-sum-exp (Hkv, G)."""
+        assert self.path is not None
         heads, group, dim = query.shape
-        near = torch.empty(1, heads * group, 1, self.dims[1])
-        near_lse = torch.empty(1, heads * group, 1)
+        out, lse = torch.empty(1, heads * group, 1, self.dims[1]), torch.empty(1, heads * group, 1)
         flat = query.detach().reshape(1, heads * group, 1, dim)
-        native.attend(path, [row.handed()], flat, near, native.Weighing(call.scale), lse=near_lse)
-        found = torch.empty(heads, group, self.dims[1])
-        found_lse = torch.empty(heads, group)
-        native.gather_attend(path, query.detach(), *row.far.read(), chosen, call.scale, found, found_lse)
-        out, lse = _merged(near.view_as(found), near_lse.view_as(found_lse), found, found_lse)
-        return call.beside_sinks(out, lse) if call.sinks is not None else out
+        native.attend(self.path, [Row.handed(row)], flat, out, native.Weighing(call.scale), lse=lse)
+        return out.view(heads, group, -1), lse.view(heads, group)
 
-    def _attend_gathered(
-        self, row: FarRow, query: torch.Tensor, call: Call, index: int, chosen: torch.Tensor
+    def _attend_far(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over chosen rows, read where they lie, with its log-sum-exp."""
+        assert self.path is not None
+        out, lse = torch.empty(*query.shape[:2], values.shape[-1]), torch.empty(query.shape[:2])
+        native.gather_attend(self.path, query.detach(), keys, values, index, call.scale, out, lse)
+        return out, lse
+
+    def _attend_together(
+        self,
+        row: FarRow,
+        query: torch.Tensor,
+        call: Call,
+        index: int,
+        sets: torch.Tensor,
+        far_keys: torch.Tensor,
+        far_values: torch.Tensor,
     ) -> torch.Tensor:
         """The same in torch, with one softmax; a query head that reads tokens of its own is a KV head of its own."""
-        sets = chosen.flatten(0, -2)  # (S, k)
         share = sets.shape[0] // self.heads
         asked = query.reshape(sets.shape[0], -1, query.shape[-1])  # (S, query heads, Dk)
-        keys, values = ([part] for part in row.far.gather(sets))
-        slots = [row.far.positions.long()[sets]]
+        keys, values, slots = [far_keys], [far_values], [row.far.positions.long()[sets]]
         for part in row.near():
             assert isinstance(part.keys, torch.Tensor) and isinstance(part.values, torch.Tensor)
             keys.append(part.keys.repeat_interleave(share, dim=0))

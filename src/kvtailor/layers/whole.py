@@ -18,14 +18,26 @@ class WholeLayer(RowsLayer):
         """Whether a crop leaves no trace."""
         return True
 
+    def take(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Hold tokens that were computed elsewhere, (B, Hkv, n, Dk) and (B, Hkv, n, Dv), without attending to them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        self._check_batch(key, len(self.rows), self.heads)
+        self._append(key.detach(), value.detach())
+        self.make_room(0)
+        self.account()
+
     def _update_unattended(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._append(key, value)
+        return self._dense()
+
+    def _append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         self.make_room(key.shape[2])
         places = torch.arange(self.seen, self.seen + key.shape[2], device=self.device)
         self.seen += key.shape[2]
         for row, row_key, row_value in zip(self.rows, key, value, strict=True):
             row.tail.append(row_key, row_value, places)
             row.total += len(places)
-        return self._dense()
 
     def _dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         shape = len(self.rows), self.heads, self.seen

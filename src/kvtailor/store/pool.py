@@ -104,16 +104,16 @@ class Pool:
         except (OSError, ValueError) as error:
             raise StoreError(f"{self._room} bytes of {self.tier} memory cannot be mapped: {error}") from None
 
-    def expect(self, places: list[tuple[int, int]]) -> None:
-        """Tell the system that rows will be read soon.
+    def expect(self, runs: list[tuple[int, int]]) -> None:
+        """Tell the system that rows will be read now, so that it reads them side by side.
 
         Parameters
         ----------
-        places : first byte and number of bytes of each stretch.
+        runs : first row and number of rows of each run.
         """
-        if self.tier == "disk":
-            for start, count in places:
-                os.posix_fadvise(self._file, start, count, os.POSIX_FADV_WILLNEED)
+        size = self.row_bytes
+        for first, count in runs:
+            os.posix_fadvise(self._file, first * size, count * size, os.POSIX_FADV_WILLNEED)
 
     def drop_from(self, rows: int) -> None:
         """Forget all rows behind the first ``rows``."""

@@ -1,0 +1,123 @@
+"""Reading far tokens ahead of the step that needs them: a guess that saves time or costs some, and changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from kvtailor.layers.far import FarTokens
+
+
+@dataclass
+class ReadStats:
+    """What reading ahead was good for.
+
+    Attributes
+    ----------
+    wanted, hit : rows that steps needed, and those that had been read ahead.
+    failed : guesses that could not be made.
+    read_seconds : time that reading ahead took.
+    waited_seconds : what of it steps had to wait for.
+    missed_seconds : time that steps took to read the rows that were not there.
+    """
+
+    wanted: int = 0
+    hit: int = 0
+    failed: int = 0
+    read_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    missed_seconds: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the rows needed that had been read ahead."""
+        return self.hit / self.wanted if self.wanted else 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Share of all reading time that no step waited for."""
+        total = self.read_seconds + self.missed_seconds
+        return max(0.0, self.read_seconds - self.waited_seconds) / total if total else 0.0
+
+
+@dataclass
+class Staged:
+    """Rows that were read ahead.
+
+    Attributes
+    ----------
+    index : (S, k) int64, ascending: which tokens, for each set.
+    keys, values : (S, k, D).
+    seconds : time that reading took.
+    """
+
+    index: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    seconds: float
+
+
+@dataclass
+class ReadingAhead:
+    """The rows that a layer's next step is thought to need, one read under way at most.
+
+    Attributes
+    ----------
+    stats : what it was good for.
+    """
+
+    stats: ReadStats = field(default_factory=ReadStats)
+    _pending: Future[list[Staged | None]] | None = None
+
+    def begin(self, executor: ThreadPoolExecutor, guess: Callable[[], list[Staged | None]]) -> None:
+        """Let another thread find out what to read, and read it; a step before must have taken what it got."""
+        if self._pending is None:
+            self._pending = executor.submit(guess)
+
+    def take(self) -> list[Staged | None]:
+        """What was read for each row, once it is there; raises what the reading raised. Nothing is kept."""
+        if self._pending is None:
+            return []
+        pending, self._pending = self._pending, None
+        begin = time.perf_counter()
+        staged = pending.result()
+        self.stats.waited_seconds += time.perf_counter() - begin
+        self.stats.read_seconds += sum(one.seconds for one in staged if one is not None)
+        return staged
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ReadingAhead:
+        """A copy has nothing under way."""
+        return ReadingAhead()
+
+
+def read(far: FarTokens, index: torch.Tensor) -> Staged:
+    """Read rows, (S, k) ascending in each set."""
+    begin = time.perf_counter()
+    keys, values = far.gather(index)
+    return Staged(index, keys, values, time.perf_counter() - begin)
+
+
+def completed(
+    far: FarTokens, index: torch.Tensor, staged: Staged | None, stats: ReadStats
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows at ``index`` (S, k), taken from what was read ahead where they are there, and else read now."""
+    stats.wanted += index.numel()
+    if staged is None or staged.index.shape[0] != index.shape[0]:
+        found = read(far, index)
+        stats.missed_seconds += found.seconds
+        return found.keys, found.values
+    place = torch.searchsorted(staged.index, index).clamp_(max=staged.index.shape[1] - 1)  # (S, k)
+    there = staged.index.gather(1, place) == index
+    sets = torch.arange(index.shape[0], device=index.device)[:, None].expand_as(index)
+    keys, values = staged.keys[sets, place], staged.values[sets, place]
+    stats.hit += int(there.sum())
+    missing = ~there
+    if bool(missing.any()):
+        begin = time.perf_counter()
+        keys[missing], values[missing] = far.rows(sets[missing] * far.heads // index.shape[0], index[missing])
+        stats.missed_seconds += time.perf_counter() - begin
+    return keys, values

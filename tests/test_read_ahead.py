@@ -1,0 +1,152 @@
+"""Reading far tokens ahead: it saves time or costs some, and never changes an answer."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+
+import pytest
+import torch
+
+import kvtailor
+from kvtailor.attention import attention_modules
+from kvtailor.errors import StoreError
+from kvtailor.layers.far import FarTokens
+from kvtailor.prediction import query_of
+from zoo import ZOO, kv_cache, text
+
+STEPS = 4
+NAMES = ["llama", "qwen3", "gemma2", "phi3", "gpt-neox", "mistral"]
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def plan(ahead: bool, select: str = "query") -> kvtailor.Plan:
+    find = {"index": "codes", "top": 40, "select": select, "ahead": ahead}
+    return kvtailor.Plan(layers=[{"find": find, "tier": "disk"}])
+
+
+def answers(model, ahead: bool, select: str = "query") -> tuple[torch.Tensor, list]:
+    """Logits of greedy steps behind a prompt, and what reading ahead was good for in layers that others precede."""
+    ids, found = torch.tensor([[5], [6]]), []
+    with kvtailor.attach(model, plan(ahead, select)):
+        cache = kv_cache(model(**text(300), use_cache=True))
+        for _ in range(STEPS):
+            found.append(model(ids, past_key_values=cache).logits)
+            ids = found[-1].argmax(-1)
+    return torch.cat(found, dim=1), [layer.ahead.stats for layer in cache.tailored() if layer.place.index]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("select", ["query", "mean"])
+def test_answers_are_the_same_to_the_bit_with_and_without(name, select):
+    model = ZOO[name].build()
+    expected, _ = answers(model, ahead=False, select=select)
+    found, stats = answers(model, ahead=True, select=select)
+    assert torch.equal(found, expected)
+    assert stats and all(one.hit > 0 and one.failed == 0 for one in stats)
+
+
+def test_nothing_is_read_ahead_of_the_first_layer():
+    model, step = ZOO["llama"].build(), torch.tensor([[5], [6]])
+    with kvtailor.attach(model, plan(ahead=True)):
+        cache = kv_cache(model(**text(300), use_cache=True))
+        model(step, past_key_values=cache)
+    stats = cache.layers[0].ahead.stats
+    assert stats.hit == stats.read_seconds == 0 < stats.wanted
+
+
+def test_slow_reads_are_partly_hidden_and_change_nothing(monkeypatch):
+    model = ZOO["llama"].build()
+    expected, _ = answers(model, ahead=False)
+    rows = FarTokens.rows
+
+    def slow(self, *arguments):
+        time.sleep(0.005)
+        return rows(self, *arguments)
+
+    monkeypatch.setattr(FarTokens, "rows", slow)
+    found, stats = answers(model, ahead=True)
+    assert torch.equal(found, expected)
+    assert all(one.read_seconds >= 0.005 * STEPS and 0 < one.hit_rate <= 1 for one in stats)
+    assert all(0 <= one.hidden <= 1 for one in stats)
+
+
+def test_guesses_that_mean_nothing_cost_time_alone(monkeypatch):
+    model = ZOO["llama"].build()
+    expected, _ = answers(model, ahead=False)
+    source = torch.Generator().manual_seed(0)
+    monkeypatch.setattr("kvtailor.read_ahead.query_of", lambda *_: torch.randn(2, 6, 1, 16, generator=source))
+    found, stats = answers(model, ahead=True)
+    assert torch.equal(found, expected)
+    assert all(one.hit < one.wanted for one in stats)
+
+
+def test_modules_that_cannot_be_asked_are_served_as_without(monkeypatch):
+    model = ZOO["llama"].build()
+    expected, _ = answers(model, ahead=False)
+
+    def fails(*arguments):
+        raise TypeError("unexpected keyword")
+
+    monkeypatch.setattr("kvtailor.read_ahead.query_of", fails)
+    found, stats = answers(model, ahead=True)
+    assert torch.equal(found, expected) and [one.failed for one in stats] == [STEPS, STEPS]
+
+
+def test_a_read_that_fails_ahead_is_an_error_at_the_step_and_others_go_on(monkeypatch):
+    model, step = ZOO["llama"].build(), torch.tensor([[5], [6]])
+    rows = FarTokens.rows
+    with kvtailor.attach(model, plan(ahead=True)):
+        cache = kv_cache(model(**text(300), use_cache=True))
+        other = copy.deepcopy(cache)
+        expected = model(step, past_key_values=copy.deepcopy(cache)).logits
+        with monkeypatch.context() as patch:
+
+            def fails(self, *arguments):
+                if threading.current_thread().name.startswith("kvtailor-read"):
+                    raise StoreError("a cache file cannot be read: Input/output error")
+                return rows(self, *arguments)
+
+            patch.setattr(FarTokens, "rows", fails)
+            with pytest.raises(StoreError, match="Input/output error"):
+                model(step, past_key_values=cache)
+        assert cache.get_seq_length() == 300
+        for one in (other, cache):
+            assert torch.equal(model(step, past_key_values=one).logits, expected)
+
+
+def test_leaving_the_plan_ends_the_thread_and_takes_the_hooks_off():
+    model = ZOO["llama"].build()
+    before = threading.active_count()
+    answers(model, ahead=True)
+    assert threading.active_count() == before
+    assert all(not module._forward_pre_hooks for module in attention_modules(model.get_decoder()).values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_asked_with_its_own_input_makes_its_own_query(name):
+    """Fused projections, norms of queries and partial rotations included."""
+    model, asked, made = ZOO[name].build(), {}, {}
+    for index, module in attention_modules(model.get_decoder()).items():
+
+        def before(module, args, kwargs, index=index):
+            if index not in asked:
+                asked[index] = None
+                given = {name: None if isinstance(value, kvtailor.KVCache) else value for name, value in kwargs.items()}
+                asked[index] = query_of(module, args, {**given, "attention_mask": None})
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    with kvtailor.attach(model, plan(ahead=False)):
+        cache = kvtailor.KVCache(model, plan(ahead=False))
+        for layer in cache.tailored():
+            attend = layer.attend
+
+            def watched(module, query, *rest, layer=layer, attend=attend, **given):
+                made[layer.place.index] = query
+                return attend(module, query, *rest, **given)
+
+            layer.attend = watched
+        model(**text(20), past_key_values=cache)
+    assert made and all(torch.equal(asked[index], query) for index, query in made.items())
