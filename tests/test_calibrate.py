@@ -29,7 +29,7 @@ from kvtailor.calibrate.exact import held_out_attention
 from kvtailor.calibrate.measure import errors, step_through
 from kvtailor.calibrate.options import plan_of
 from kvtailor.calibrate.planner import choose
-from kvtailor.calibrate.plans import bytes_of_budget, default_bytes, labelled, uniform, with_measurements
+from kvtailor.calibrate.plans import at_length, bytes_of_budget, default_bytes, labelled, uniform, with_measurements
 from kvtailor.calibrate.replay import losses, replay
 from kvtailor.calibrate.table import Table
 from kvtailor.cli.main import app
@@ -246,6 +246,16 @@ def test_plans_stay_within_bytes_and_lose_less_with_more_of_them(table):
             assert within_bytes(table, alike.bytes_of(count), count).loss <= alike.loss
 
 
+@pytest.mark.parametrize("name", TRIED)
+def test_bytes_for_another_length_are_those_measured_there(llama, table, name):
+    found = at_length(table, llama.config, 494)
+    (seen,) = (capture(llama, text(495), 1),)
+    measured = step_through(llama, seen, 1, option(name).entry)
+    for counted in ("bytes_held", "bytes_fast"):
+        assert getattr(found.layers[1].options[name], counted) == pytest.approx(getattr(measured, counted), rel=0.02)
+    assert found.context == 494 and found.layers[1].options[name].loss == table.layers[1].options[name].loss
+
+
 def test_plans_within_a_loss_hold_no_more_than_needed(table):
     least = uniform(table, "int4")
     found = within_loss(table, least.loss)
@@ -369,6 +379,10 @@ def test_wrong_inputs_are_named(llama, table, tmp_path):
         option("int5")
     with pytest.raises(PlanError, match="'tailor' does not keep all layers alike: allowed are full, channel2"):
         option("tailor")
+    with pytest.raises(PlanError, match="shares 1MiB among its layers"):
+        option("snapkv:1MiB")
+    with pytest.raises(PlanError, match="divides its budget over layers"):
+        option("pyramidkv:25%")
     with pytest.raises(PlanError, match=r"budget 1\.0 KiB is below what the smallest options hold: allowed are"):
         within_bytes(table, 1024)
     with pytest.raises(PlanError, match="loss -1 is below what the exactest options lose"):
@@ -438,12 +452,25 @@ def test_the_command_writes_a_plan_that_its_model_takes(folder, tmp_path):
 def test_the_command_prints_one_object(folder, tmp_path):
     (tmp_path / "mine.txt").write_text("All that is gold does not glitter. " * 20)
     result = call(
-        folder, *SHORT, "--text", tmp_path / "mine.txt", "--loss", 1, "--count", "fast", "--json", "--out", tmp_path
+        folder,
+        *SHORT,
+        "--text",
+        tmp_path / "mine.txt",
+        "--loss",
+        1,
+        "--count",
+        "fast",
+        "--context",
+        5000,
+        "--json",
+        "--out",
+        tmp_path,
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["choice"].keys() == {"0", "1"} and found["comparison"] is None
-    assert found["table"]["tokens"] == [200]
+    assert found["table"]["tokens"] == [200] and found["table"]["context"] == 5000
+    assert found["bytes_fast"] < found["bytes_held"]
 
 
 def test_wrong_inputs_of_the_command_are_one_line(folder, tmp_path):

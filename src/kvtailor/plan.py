@@ -396,7 +396,9 @@ class Plan(_Part):
 
     def to_yaml(self) -> str:
         """The plan as YAML, with the fields that were set."""
-        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+        return yaml.safe_dump(
+            self.model_dump(mode="json", exclude_defaults=True), sort_keys=False, default_flow_style=None, width=160
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the plan as YAML."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from kvtailor.errors import PlanError
 from kvtailor.indexes.registry import INDEX_NAMES
 from kvtailor.plan import Form, LayerPlan, Plan
+from kvtailor.policies.base import Policy
+from kvtailor.policies.registry import policy_class
 
 FULL = "full"
 CHANNEL = "channel2"
@@ -43,7 +45,7 @@ def option(name: str) -> Option:
     Raises
     ------
     PlanError
-        For a name that cannot be read, or a plan that says different things of different layers.
+        For a name that cannot be read, or a plan whose layers cannot be measured one by one.
     """
     if name == FULL:
         return Option(name, LayerPlan())
@@ -59,7 +61,19 @@ def option(name: str) -> Option:
         plan = Plan.of(name)
     if len(plan.layers) != 1 or plan.layers[0].layers != "*":
         raise PlanError(f"option {name!r} does not keep all layers alike: allowed are {ALLOWED}")
+    _check_alone(name, plan.layers[0])
     return Option(name, plan.layers[0].model_copy(update={"attention": "self"}))
+
+
+def _check_alone(name: str, entry: LayerPlan) -> None:
+    """Raise PlanError for an option whose layers share a budget: a layer cannot be measured alone then."""
+    keep = entry.keep
+    if keep.budget is not None and keep.budget.kind == "bytes":
+        raise PlanError(
+            f"option {name!r} shares {keep.budget} among its layers: allowed are tokens (512) and shares (25%)"
+        )
+    if keep.policy != "all" and policy_class(keep.policy).layer_capacities is not Policy.layer_capacities:
+        raise PlanError(f"option {name!r} divides its budget over layers, which is what the planner does: name another")
 
 
 def options(names: Sequence[str] = DEFAULT) -> list[Option]:

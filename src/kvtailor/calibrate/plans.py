@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import torch
+from transformers import PretrainedConfig
 
 from kvtailor.budget import Budget
 from kvtailor.calibrate.density import TAU
@@ -12,7 +15,8 @@ from kvtailor.calibrate.options import CHANNEL, plan_of
 from kvtailor.calibrate.planner import choose
 from kvtailor.calibrate.table import Measurement, Table
 from kvtailor.errors import PlanError
-from kvtailor.plan import MadeFor, Plan
+from kvtailor.estimate import estimate
+from kvtailor.plan import LayerPlan, MadeFor, Plan
 from kvtailor.report import human_bytes
 
 Count = Literal["held", "fast"]
@@ -113,6 +117,48 @@ def planned(table: Table, choice: dict[int, str], name: str) -> Planned:
         bytes_held=sum(one.bytes_held for one in found),
         bytes_fast=sum(one.bytes_fast for one in found),
     )
+
+
+def at_length(table: Table, config: PretrainedConfig, tokens: int) -> Table:
+    """The same measurements, with the bytes that layers hold after a prompt of another length.
+
+    Parameters
+    ----------
+    table : what was measured.
+    config : of the model.
+    tokens : of the prompt.
+
+    Raises
+    ------
+    PlanError
+        If an option cannot be used at that length.
+    """
+    dtype = getattr(torch, table.dtype)
+
+    def held(entry: LayerPlan) -> list[int]:
+        return [layer.bytes_held for layer in estimate(config, Plan(layers=[entry]), tokens, dtype).layers]
+
+    entries = {name: one.entry for name, one in table.options.items()}
+    all_held = {name: held(entry) for name, entry in entries.items()}
+    fast = {name: held(_without_host(entry)) for name, entry in entries.items()}
+    layers = {
+        number: replace(
+            layer,
+            options={
+                name: replace(one, bytes_held=all_held[name][number], bytes_fast=fast[name][number])
+                for name, one in layer.options.items()
+            },
+        )
+        for number, layer in table.layers.items()
+    }
+    measured = sum(table.tokens) / len(table.tokens) + table.held_out
+    default = round(table.bytes_default * tokens / measured)
+    return replace(table, layers=layers, bytes_default=default, context=tokens)
+
+
+def _without_host(entry: LayerPlan) -> LayerPlan:
+    """An entry whose far tokens take no memory."""
+    return entry if entry.find.index == "all" else entry.model_copy(update={"tier": "disk"})
 
 
 def default_bytes(table: Table) -> int:

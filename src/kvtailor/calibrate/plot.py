@@ -49,7 +49,7 @@ def _density(axes: Any, table: Table) -> None:
     axes.set_ylim(0, 1)
     axes.set_title(
         f"{table.made_for.get('name') or table.made_for['model']}: attention outside the strongest 5 % of the tokens "
-        f"(dots: heads; line: tau {TAU})",
+        f"(dots: heads; above {TAU}, in blue, TailorKV packs)",
         loc="left",
         fontsize=9,
     )

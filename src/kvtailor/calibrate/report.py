@@ -45,11 +45,12 @@ LAYER_COLUMNS = ("layer", "density", "label", "kept as", "error, % (heads)", "lo
 def summary(table: Table, one: Planned) -> str:
     """The choice in two sentences."""
     default = default_bytes(table)
+    begin = "The" if table.context is None else f"With {table.context} tokens the"
     texts = f"{len(table.texts)} text" + ("s" if len(table.texts) > 1 else "")
     return (
         f"{len(table.options)} options in {len(table.layers)} layers, measured on {table.held_out} held-out tokens "
         f"behind {', '.join(str(count) for count in table.tokens)} tokens of {texts}, in {table.dtype}. "
-        f"The plan holds {human_bytes(one.bytes_held)} ({one.bytes_held / default:.0%} of the default cache), "
+        f"{begin} plan holds {human_bytes(one.bytes_held)} ({one.bytes_held / default:.0%} of the default cache), "
         f"{human_bytes(one.bytes_fast)} ({one.bytes_fast / default:.0%}) of it in fast memory; its layers' losses add "
         f"up to {one.loss:.3g} nats per token."
     )

@@ -74,6 +74,7 @@ class Table:
     layers : by number.
     options : by name.
     bytes_default : of the default cache, one layer, mean over texts.
+    context : tokens of the prompt that bytes are counted for; None for those measured.
     """
 
     made_for: dict[str, Any]
@@ -84,6 +85,7 @@ class Table:
     layers: dict[int, LayerTable]
     options: dict[str, Option]
     bytes_default: int = 0
+    context: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -94,6 +96,7 @@ class Table:
             "held_out": self.held_out,
             "dtype": self.dtype,
             "bytes_default": self.bytes_default,
+            "context": self.context,
             "layers": {
                 number: {"density": layer.density, "label": layer.label, "options": _plain(layer)}
                 for number, layer in self.layers.items()
@@ -155,6 +158,10 @@ class Notes:
         """
         if folder is None:
             return cls(None, key)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise KVTailorError(f"folder {folder} cannot be made: {error.strerror}") from None
         path = folder / f"measured-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]}.json"
         if not path.exists():
             return cls(path, key)

@@ -52,6 +52,10 @@ def plan(
             help="Bytes that count: held (all memory) or fast (without slow host memory); default: fast on a GPU.",
         ),
     ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(parser=count, metavar="N", help="Count bytes for a prompt of N tokens; default: as calibrated."),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(help="A way to keep a layer that is tried, instead of the usual ones; may be repeated."),
@@ -73,6 +77,7 @@ def plan(
     with quiet():
         from kvtailor.calibrate.capture import check_capturable
         from kvtailor.calibrate.options import DEFAULT, options
+        from kvtailor.calibrate.plans import at_length
         from kvtailor.calibrate.run import calibrate, check_texts, tailored_layers
         from kvtailor.models.load import load
 
@@ -85,9 +90,13 @@ def plan(
         check_texts(loaded.model, texts, held_out)
         with bar(len(texts) * len(tailored_layers(loaded.model))) as step:
             table = calibrate(loaded.model, texts, tried, held_out=held_out, notes=out, name=loaded.name, progress=step)
-        chosen = choose(table, budget, loss, counts)
         comparison = compared(loaded, table, tokens, held_out, counts) if compare else None
-        files = write(table, chosen, comparison, out, {"budget": budget or BUDGET} if loss is None else {"loss": loss})
+        if context is not None:
+            table = at_length(table, loaded.model.config, context)
+        chosen = choose(table, budget, loss, counts)
+        asked: dict[str, Any] = {"budget": budget or BUDGET} if loss is None else {"loss": loss}
+        asked |= {"count": counts} | ({} if context is None else {"context": context})
+        files = write(table, chosen, comparison, out, asked)
     if as_json:
         typer.echo(json.dumps(as_data(table, chosen, comparison, files)))
     else:
