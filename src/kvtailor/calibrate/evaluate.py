@@ -17,7 +17,7 @@ from kvtailor.attachment import attach
 from kvtailor.cache import KVCache
 from kvtailor.calibrate.capture import Capture
 from kvtailor.calibrate.measure import fill
-from kvtailor.calibrate.replay import divergence
+from kvtailor.calibrate.replay import divergence, log_probabilities
 from kvtailor.layers.base import TailoredLayer
 from kvtailor.plan import Plan
 
@@ -101,7 +101,7 @@ def _on_text(model: PreTrainedModel, seen: Capture, plan: Plan) -> Evaluation:
     agreed = (logits.argmax(dim=-1) == seen.logits.argmax(dim=-1)).double().mean()
     return Evaluation(
         plan=plan.name,
-        loss=divergence(logits, seen.logits),
+        loss=divergence(logits, log_probabilities(seen.logits)),
         perplexity=_negative_log_likelihood(seen, logits),
         agreement=float(agreed),
         bytes_held=report.bytes_held,

@@ -19,7 +19,7 @@ from kvtailor.calibrate.capture import Capture, layer_of, listening, stack
 from kvtailor.calibrate.exact import attention_behind
 from kvtailor.errors import ModelError
 
-ROWS = 8
+ROWS = 24
 """Replaced outputs that run side by side."""
 
 
@@ -32,11 +32,10 @@ def losses(model: PreTrainedModel, capture: Capture, number: int, outputs: Tenso
     number : the layer.
     outputs : (B, held_out, Hq, Dv), what it gives instead, in each of B ways.
     """
-    found: list[float] = []
-    for some in outputs.split(ROWS):
-        logits = replay(model, capture, number, some)
-        found += [divergence(row, capture.logits) for row in logits]
-    return found
+    exact = log_probabilities(capture.logits)
+    return [
+        divergence(logits, exact) for some in outputs.split(ROWS) for logits in replay(model, capture, number, some)
+    ]
 
 
 @torch.no_grad()
@@ -91,13 +90,18 @@ def _rows(output: Any, batch: int) -> Any:
     return output.expand(batch, -1, -1) if isinstance(output, Tensor) and output.dim() == 3 else output
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Logarithms of the distributions that logits (n, vocabulary) stand for, float64."""
+    return logits.double().log_softmax(dim=-1)
+
+
 def divergence(logits: Tensor, exact: Tensor) -> float:
     """Kullback-Leibler divergence of the distributions of ``logits`` from the exact ones, mean over tokens, in nats.
 
     Parameters
     ----------
-    logits, exact : (n, vocabulary).
+    logits : (n, vocabulary).
+    exact : :func:`log_probabilities` of the exact logits.
     """
-    expected = exact.double().log_softmax(dim=-1)
-    apart = expected.exp() * (expected - logits.double().log_softmax(dim=-1))
+    apart = exact.exp() * (exact - log_probabilities(logits))
     return max(0.0, float(apart.sum(dim=-1).mean()))
