@@ -29,11 +29,12 @@ from kvtailor.calibrate.exact import held_out_attention
 from kvtailor.calibrate.measure import errors, step_through
 from kvtailor.calibrate.options import plan_of
 from kvtailor.calibrate.planner import choose
-from kvtailor.calibrate.plans import at_length, bytes_of_budget, default_bytes, labelled, uniform, with_measurements
+from kvtailor.calibrate.plans import at_length, default_bytes, labelled, read_budget, uniform, with_measurements
 from kvtailor.calibrate.replay import losses, replay
 from kvtailor.calibrate.table import Table
 from kvtailor.cli.main import app
 from kvtailor.errors import KVTailorError, ModelError, PlanError
+from kvtailor.models.text import paragraphs
 from kvtailor.plan import Plan
 from zoo import ZOO
 
@@ -389,7 +390,7 @@ def test_wrong_inputs_are_named(llama, table, tmp_path):
         within_loss(table, -1)
     for budget in ("512", "much", "0%"):
         with pytest.raises(PlanError, match=f"budget '{budget}' cannot be used: allowed are a share"):
-            bytes_of_budget(table, budget)
+            read_budget(budget)
     (tmp_path / "x").mkdir()
     calibrate(llama, [text(120)], options(["int4"]), held_out=4, notes=tmp_path / "x")
     (notes,) = (tmp_path / "x").iterdir()
@@ -486,5 +487,8 @@ def test_wrong_inputs_of_the_command_are_one_line(folder, tmp_path):
     assert "unknown preset" in refused(folder, "--option", "int5", *out)
     assert "does not keep all layers alike" in refused(folder, "--option", tmp_path / "other.yaml", *out)
     assert "beyond the 512 positions" in refused(folder, "--tokens", 1000, *out)
+    import_topic = next(paragraphs("import"))
+    (tmp_path / "seen.txt").write_text(f"Of the reference: {import_topic} And more of it.")
+    assert "reach into 'import'" in refused(folder, "--text", tmp_path / "seen.txt", "--tokens", 400, "--compare", *out)
     assert "is below what the smallest options hold" in refused(folder, *SHORT, "--budget", "1%", *out)
     assert "budget '100' cannot be used" in refused(folder, *SHORT, "--budget", "100", *out)

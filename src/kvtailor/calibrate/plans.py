@@ -166,8 +166,8 @@ def default_bytes(table: Table) -> int:
     return table.bytes_default * len(table.layers)
 
 
-def bytes_of_budget(table: Table, text: str) -> float:
-    """Bytes that "25%" (of the default cache) or "64MiB" stand for; raises PlanError for anything else."""
+def read_budget(text: str) -> Budget:
+    """A budget for all layers together: "25%" of the default cache, or "64MiB"; raises PlanError for anything else."""
     try:
         budget = Budget.parse(text)
     except ValueError:
@@ -176,6 +176,11 @@ def bytes_of_budget(table: Table, text: str) -> float:
         raise PlanError(
             f"budget {text!r} cannot be used: allowed are a share of the default cache (25%) and bytes (64MiB)"
         )
+    return budget
+
+
+def bytes_of(budget: Budget, table: Table) -> float:
+    """Bytes that a share or an amount stands for."""
     return budget.amount * (default_bytes(table) if budget.kind == "fraction" else 1)
 
 

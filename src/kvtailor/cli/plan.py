@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from kvtailor.errors import KVTailorError
 if TYPE_CHECKING:
     import torch
 
+    from kvtailor.budget import Budget
     from kvtailor.calibrate.compare import Comparison
     from kvtailor.calibrate.plans import Count, Planned
     from kvtailor.calibrate.table import Table
@@ -77,24 +79,27 @@ def plan(
     with quiet():
         from kvtailor.calibrate.capture import check_capturable
         from kvtailor.calibrate.options import DEFAULT, options
-        from kvtailor.calibrate.plans import at_length
+        from kvtailor.calibrate.plans import at_length, read_budget
         from kvtailor.calibrate.run import calibrate, check_texts, tailored_layers
         from kvtailor.models.load import load
 
         tried = options(unique(option) or DEFAULT)
+        limit = read_budget(budget or BUDGET)
         counts = count_of(counted, device)
         loaded = load(model, numbers, device, progress=True)
         check_reads_text(loaded)
         check_capturable(loaded.model)
         texts = [ids_of(loaded, source, tokens + held_out) for source in text or (None,)]
         check_texts(loaded.model, texts, held_out)
+        if compare:
+            check_apart(loaded, texts)
         with bar(len(texts) * len(tailored_layers(loaded.model))) as step:
             table = calibrate(loaded.model, texts, tried, held_out=held_out, notes=out, name=loaded.name, progress=step)
         comparison = compared(loaded, table, tokens, held_out, counts) if compare else None
         if context is not None:
             table = at_length(table, loaded.model.config, context)
-        chosen = choose(table, budget, loss, counts)
-        asked: dict[str, Any] = {"budget": budget or BUDGET} if loss is None else {"loss": loss}
+        chosen = choose(table, limit, loss, counts)
+        asked: dict[str, Any] = {"budget": str(limit)} if loss is None else {"loss": loss}
         asked |= {"count": counts} | ({} if context is None else {"context": context})
         files = write(table, chosen, comparison, out, asked)
     if as_json:
@@ -135,14 +140,28 @@ def ids_of(loaded: Loaded, source: Path | None, most: int, topic: str = CALIBRAT
     return ids[:, :most]
 
 
-def choose(table: Table, budget: str | None, loss: float | None, counts: Count) -> Planned:
-    """The plan within a budget or a loss."""
-    from kvtailor.calibrate.plans import bytes_of_budget, within_bytes, within_loss
+def choose(table: Table, budget: Budget, loss: float | None, counts: Count) -> Planned:
+    """The plan within a loss where one is given, else within a budget."""
+    from kvtailor.calibrate.plans import bytes_of, within_bytes, within_loss
 
     name = f"planned for {table.made_for['name']}"
     if loss is not None:
         return within_loss(table, loss, counts, name)
-    return within_bytes(table, bytes_of_budget(table, budget or BUDGET), counts, name)
+    return within_bytes(table, bytes_of(budget, table), counts, name)
+
+
+def check_apart(loaded: Loaded, texts: Sequence[torch.Tensor]) -> None:
+    """Raise KVTailorError if a calibration text holds the beginning of one to compare on."""
+    from kvtailor.models.text import paragraphs
+
+    for ids in texts:
+        text = loaded.tokenizer.decode(ids[0])
+        for topic in COMPARED_ON:
+            if next(paragraphs(topic)) in text:
+                raise KVTailorError(
+                    f"--compare needs texts not calibrated on, and {ids.shape[1]} tokens reach into {topic!r}; "
+                    "allowed are fewer --tokens, or another --text"
+                )
 
 
 def compared(loaded: Loaded, table: Table, tokens: int, held_out: int, counts: Count) -> Comparison:
