@@ -351,7 +351,7 @@ def build_layer(model: PreTrainedModel, entry: LayerPlan, place: Place, step: St
     PlanError
         If the entry's format does not fit the model's heads.
     """
-    if entry.is_full:
+    if entry.holds_everything:
         return FullLayer(entry, place, step)
     if entry.form.kind != "dense" and (dim := _compat.head_dim(_compat.decoder_config(model.config))):
         Packing(entry.form, dim, dim)  # a format that does not fit the head is refused before any work is done

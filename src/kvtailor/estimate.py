@@ -171,7 +171,7 @@ def _left_alone(number: int, layer_type: str, layer: Any, tokens: int, sizes: Si
 
 
 def _tailored(entry: LayerPlan, place: Place, tokens: int, sizes: Sizes) -> LayerEstimate:
-    if entry.is_full:
+    if entry.holds_everything:
         kept, held, note = tokens, whole_blocks(tokens) * sizes.token, ""
     elif entry.find.index != "all":
         kept, held, note = tokens, _retrieving(entry, tokens, sizes), ""

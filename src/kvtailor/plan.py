@@ -197,6 +197,13 @@ class LayerPlan(_Part):
     tier: Literal["device", "host", "disk"] = Field(
         "device", description="where tokens behind an index live: host memory (device, host) or files (disk)"
     )
+    prompt_share: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the blocks before it that a prompt's block of 128 tokens attends to, "
+        "besides the first and the newest two; 1 for all",
+    )
     folder: str | None = Field(None, description="of files on disk; default: the system's temporary folder")
 
     @field_validator("layers")
@@ -256,11 +263,18 @@ class LayerPlan(_Part):
             words.append(f"{self.form.kind} {self.form.bits}-bit")
         if self.find.index != "all":
             words.append(f"top {self.find.top} by {self.find.index}{', on disk' if self.tier == 'disk' else ''}")
+        if self.prompt_share < 1:
+            words.append(f"{self.prompt_share:.0%} of prompts")
         return ", ".join(words) or "full"
 
     @property
     def is_full(self) -> bool:
         """Whether the layer is kept whole and exact."""
+        return self.holds_everything and self.prompt_share == 1
+
+    @property
+    def holds_everything(self) -> bool:
+        """Whether every token stays in fast memory as it came."""
         return self.keep.policy == "all" and self.form.kind == "dense" and self.find.index == "all"
 
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvtailor._compat import removed_tokens
 from kvtailor.errors import CacheError
+from kvtailor.layers import sparse_prompt
 from kvtailor.plan import LayerPlan
 
 # The attribute of a key tensor that leads the attention function to its layer.
@@ -182,6 +183,22 @@ class TailoredLayer(DynamicLayer):
     @abstractmethod
     def default_nbytes(self) -> int:
         """Bytes that the default cache would hold for the tokens seen."""
+
+    def attend_prompt(
+        self,
+        stock: Stock,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **given: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of a prompt's tokens to each other: Transformers' own, or over some blocks if the plan says so."""
+        share = self.plan.prompt_share
+        if share < 1 and not self.place.cross and sparse_prompt.serves(query, key, mask, given):
+            return sparse_prompt.attend(query, key, value, share, given.get("scaling")), None
+        return stock(module, query, key, value, mask, **given)
 
     def take(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hold tokens that were computed elsewhere, (B, Hkv, n, Dk) and (B, Hkv, n, Dv), without attending to them.

@@ -80,6 +80,8 @@ class FullLayer(TailoredLayer):
                 call = Call.of(module, query, mask, self.seen - query.shape[2], self.place.cross, **given)
                 return self._attend_natively(self.path, query, call), None
             key, value = self._read()
+            if self.seen == query.shape[2]:
+                return self.attend_prompt(stock, module, query, key, value, mask, **given)
             return stock(module, query, key, value, mask, **given)
 
     def _suits_native(self, query: torch.Tensor, stock: Stock, given: dict[str, Any]) -> bool:

@@ -137,7 +137,7 @@ class RowsLayer(TailoredLayer):
         fresh = self.seen == key.shape[2]
         with self.step.timing("attention_seconds"):
             # While nothing is held the new tokens are all there is: Transformers' own attention is exact on them.
-            output = stock(module, query, key, value, mask, **given) if fresh else None
+            output = self.attend_prompt(stock, module, query, key, value, mask, **given) if fresh else None
             self._add(key, value, real)
             del key, value
             self.account()
