@@ -73,6 +73,17 @@ def test_slow_reads_are_partly_hidden_and_change_nothing(monkeypatch):
     assert all(0 <= one.hidden <= 1 for one in stats)
 
 
+def test_the_report_adds_up_what_the_layers_read():
+    model = ZOO["llama"].build()
+    with kvtailor.attach(model, plan(ahead=True)):
+        cache = kv_cache(model(**text(300), use_cache=True))
+        model(torch.tensor([[5], [6]]), past_key_values=cache)
+    report = cache.report()
+    assert report.reads.wanted == sum(layer.ahead.stats.wanted for layer in cache.tailored()) == 3 * 2 * 6 * 40
+    assert report.as_dict()["reads"]["hit_rate"] == report.reads.hit / report.reads.wanted
+    assert "rows wanted" in str(report) and kvtailor.KVCache(model, "quest").report().reads is None
+
+
 def test_guesses_that_mean_nothing_cost_time_alone(monkeypatch):
     model = ZOO["llama"].build()
     expected, _ = answers(model, ahead=False)

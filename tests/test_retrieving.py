@@ -158,6 +158,27 @@ def test_indexes_that_know_enough_find_the_strongest_tokens(heads, count, blocks
         torch.testing.assert_close(found["pq"], exact, atol=1e-4, rtol=1e-4)
 
 
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 99))
+def test_product_codes_find_more_with_more_parts_and_bits(seed):
+    """Recall of the strongest tokens, over queries; later tokens are coded by their nearest centroids."""
+    source = torch.Generator().manual_seed(seed)
+    keys, query = torch.randn(2, 512, 32, generator=source), torch.randn(2, 8, 32, generator=source)
+    best = (query @ keys.mT).topk(64, dim=-1).indices
+    recalls = []
+    for parts, bits in ((1, 2), (2, 4), (4, 6), (16, 8)):
+        index = index_class("pq")(parts=parts, bits=bits)
+        index.append(keys[:, :384], path())
+        index.append(keys[:, 384:], path())
+        found = index.scores(query, path()).topk(64, dim=-1).indices
+        recalls.append(float((found[..., None] == best[..., None, :]).any(-1).float().mean()))
+        pieces = keys[:, 384:].unflatten(-1, (parts, -1)).transpose(1, 2)
+        distances = torch.cdist(pieces, index.centroids)  # (H, parts, n, 2**bits)
+        codes = torch.cat(index.codes, dim=2)[:, :, 384:].long()[..., None]
+        torch.testing.assert_close(distances.gather(-1, codes)[..., 0], distances.amin(-1), atol=1e-4, rtol=1e-4)
+    assert recalls[0] < recalls[1] < recalls[2] < recalls[3] and recalls[3] > 0.9
+
+
 def path() -> str | None:
     return native.path_for(torch.device("cpu"), torch.float32, (32, 32))
 

@@ -383,6 +383,7 @@ def _layer_report(number: int, layer: Any) -> LayerReport:
             bytes_by_kind=held,
             bytes_default=layer.default_nbytes(),
             bytes_on_disk=layer.bytes_on_disk,
+            reads=layer.reads,
         )
     held = {"stock": _tensor_bytes(layer)}
     seen = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+
+
+@dataclass
+class ReadStats:
+    """What reading far tokens ahead of their step was good for.
+
+    Attributes
+    ----------
+    wanted, hit : rows that steps needed, and those that had been read ahead.
+    failed : guesses that could not be made.
+    read_seconds : time that reading ahead took.
+    waited_seconds : what of it steps had to wait for.
+    missed_seconds : time that steps took to read the rows that were not there.
+    """
+
+    wanted: int = 0
+    hit: int = 0
+    failed: int = 0
+    read_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    missed_seconds: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the rows needed that had been read ahead."""
+        return self.hit / self.wanted if self.wanted else 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Share of all reading time that no step waited for."""
+        total = self.read_seconds + self.missed_seconds
+        return max(0.0, self.read_seconds - self.waited_seconds) / total if total else 0.0
+
+    def __add__(self, other: ReadStats) -> ReadStats:
+        """Both together."""
+        return ReadStats(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def as_dict(self) -> dict[str, float]:
+        """Everything as plain data."""
+        return {**asdict(self), "hit_rate": self.hit_rate, "hidden": self.hidden}
 
 
 @dataclass(frozen=True)
@@ -25,6 +65,7 @@ class LayerReport:
         lives in slow host memory.
     bytes_default : bytes that the default cache would hold.
     bytes_on_disk : bytes in files, not in memory.
+    reads : what reading ahead was good for, in layers that do.
     """
 
     index: int
@@ -35,6 +76,7 @@ class LayerReport:
     bytes_by_kind: dict[str, int]
     bytes_default: int
     bytes_on_disk: int = 0
+    reads: ReadStats | None = None
 
     @property
     def bytes_held(self) -> int:
@@ -81,6 +123,12 @@ class Report:
         return sum(layer.bytes_on_disk for layer in self.layers)
 
     @property
+    def reads(self) -> ReadStats | None:
+        """What reading ahead was good for, in all layers that do; None where none does."""
+        known = [layer.reads for layer in self.layers if layer.reads is not None]
+        return sum(known, ReadStats()) if known else None
+
+    @property
     def bytes_default(self) -> int:
         """Bytes that the default cache would hold for the same tokens."""
         return sum(layer.bytes_default for layer in self.layers)
@@ -109,6 +157,7 @@ class Report:
             "bytes_default": self.bytes_default,
             "attention_seconds": self.attention_seconds,
             "room_seconds": self.room_seconds,
+            "reads": None if self.reads is None else self.reads.as_dict(),
             "layers": [
                 {
                     "index": layer.index,
@@ -154,6 +203,11 @@ class Report:
             f"held {human_bytes(self.bytes_held)}{share}, at most {human_bytes(self.bytes_peak)}, "
             f"default {human_bytes(self.bytes_default)}"
         )
+        if self.reads is not None and self.reads.wanted:
+            yield (
+                f"read ahead {self.reads.hit_rate:.0%} of {self.reads.wanted} rows wanted; "
+                f"{self.reads.hidden:.0%} of the reading time hidden"
+            )
         yield f"attention {self.attention_seconds:.2f} s, making room {self.room_seconds:.2f} s"
 
     def _alike(self) -> list[list[LayerReport]]:

@@ -10,38 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvtailor.layers.far import FarTokens
-
-
-@dataclass
-class ReadStats:
-    """What reading ahead was good for.
-
-    Attributes
-    ----------
-    wanted, hit : rows that steps needed, and those that had been read ahead.
-    failed : guesses that could not be made.
-    read_seconds : time that reading ahead took.
-    waited_seconds : what of it steps had to wait for.
-    missed_seconds : time that steps took to read the rows that were not there.
-    """
-
-    wanted: int = 0
-    hit: int = 0
-    failed: int = 0
-    read_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    missed_seconds: float = 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the rows needed that had been read ahead."""
-        return self.hit / self.wanted if self.wanted else 0.0
-
-    @property
-    def hidden(self) -> float:
-        """Share of all reading time that no step waited for."""
-        total = self.read_seconds + self.missed_seconds
-        return max(0.0, self.read_seconds - self.waited_seconds) / total if total else 0.0
+from kvtailor.report import ReadStats
 
 
 @dataclass

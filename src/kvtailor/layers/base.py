@@ -16,6 +16,7 @@ from kvtailor._compat import removed_tokens
 from kvtailor.errors import CacheError
 from kvtailor.layers import sparse_prompt
 from kvtailor.plan import LayerPlan
+from kvtailor.report import ReadStats
 
 # The attribute of a key tensor that leads the attention function to its layer.
 HANDLE = "kv_layer"
@@ -168,6 +169,11 @@ class TailoredLayer(DynamicLayer):
     def bytes_on_disk(self) -> int:
         """Bytes in files."""
         return 0
+
+    @property
+    def reads(self) -> ReadStats | None:
+        """What reading ahead was good for; None in layers that do not."""
+        return None
 
     def account(self) -> None:
         """Bring the cache's running total up to date with this layer."""

@@ -23,6 +23,7 @@ from kvtailor.layers.far import FarRow, FarTokens
 from kvtailor.layers.row import Row
 from kvtailor.layers.whole import WholeLayer
 from kvtailor.plan import LayerPlan
+from kvtailor.report import ReadStats
 from kvtailor.store.pool import Tier
 
 
@@ -197,6 +198,11 @@ class RetrievingLayer(WholeLayer):
         sizes = super().bytes_by_kind()
         host = sum(row.far.pool.nbytes for row in self.rows if row.far.pool.tier == "host")
         return {**sizes, "host": host} if host else sizes
+
+    @property
+    def reads(self) -> ReadStats | None:
+        """What reading ahead was good for."""
+        return self.ahead.stats if self.reads_ahead else None
 
     @property
     def bytes_on_disk(self) -> int:
