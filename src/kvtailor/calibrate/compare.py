@@ -66,12 +66,16 @@ class Comparison:
         return asdict(self)
 
 
-def rivals(table: Table) -> list[Planned]:
-    """Plans that the planner must beat: every option everywhere, and TailorKV's labels where the table has them."""
+def rivals(table: Table, count: Count) -> list[Planned]:
+    """Plans that the planner must beat, by rising bytes: those that hold less than the default cache.
+
+    Every option everywhere, and TailorKV's labels where the table has them.
+    """
     plans = [uniform(table, name) for name, one in table.options.items() if not one.entry.is_full]
     if {CHANNEL, LABELS_TOP} <= set(table.options):
         plans.append(labelled(table, LABELS_TOP))
-    return plans
+    smaller = [one for one in plans if one.bytes_of(count) < default_bytes(table)]
+    return sorted(smaller, key=lambda one: one.bytes_of(count))
 
 
 def compare(
@@ -93,7 +97,7 @@ def compare(
     """
     pairs = []
     known: dict[tuple[str, ...], Evaluation] = {}
-    for rival in sorted(rivals(table), key=lambda one: one.bytes_of(count)):
+    for rival in rivals(table, count):
         progress(rival.plan.name)
         limit = rival.bytes_of(count)
         ours = within_bytes(table, limit, count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvtailor.calibrate.capture import LayerCapture
 from kvtailor.kernels import reference as kernels
@@ -36,20 +37,27 @@ def attention_behind(layer: LayerCapture, count: int, query: Tensor, keys: Tenso
     -------
     (B, count, Hq, Dv) float32.
     """
-    batch, query_heads, _, dim = query.shape
-    heads, prompt = layer.keys.shape[1], layer.keys.shape[2] - count
+    prompt = layer.keys.shape[2] - count
     call = Call.of(layer.module, query, None, prompt, cross=False, **layer.given)
+    every_key, every_value = (
+        torch.cat([seen[:, :, :prompt].to(query.device).expand(query.shape[0], -1, -1, -1), own], dim=2).float()
+        for seen, own in ((layer.keys, keys), (layer.values, values))
+    )
     slots = torch.arange(prompt + count, device=query.device)
-    before = [part[0, :, :prompt].to(query.device).float() for part in (layer.keys, layer.values)]
-    out = []
-    for row in range(batch):
-        own_keys, own_values = (
-            torch.cat([before[0], keys[row].float()], 1),
-            torch.cat([before[1], values[row].float()], 1),
+    if call.only_hides:  # what PyTorch's fused attention serves
+        visible = call.visible(torch.Size((1, 1, count, len(slots))), slots, 0, 0)
+        out = scaled_dot_product_attention(
+            query.float(), every_key, every_value, attn_mask=visible, scale=call.scale, enable_gqa=True
         )
-        grouped = query[row].float().reshape(heads, -1, dim)  # (Hkv, G * count, Dk)
-        logits = kernels.scores(grouped, own_keys).view(heads, -1, count, prompt + count)
-        probs, lse = kernels.softmax(call.weigh(logits, slots, 0, 0))
-        found = kernels.weighted_values(probs.flatten(1, 2), own_values).view(heads, -1, count, own_values.shape[-1])
-        out.append(call.beside_sinks(found, lse).reshape(query_heads, count, -1).transpose(0, 1))
-    return torch.stack(out)
+        return out.transpose(1, 2)
+    return torch.stack([_one(call, *row, slots) for row in zip(query, every_key, every_value, strict=True)])
+
+
+def _one(call: Call, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+    """Attention of one sequence's query (Hq, q, Dk) over keys and values (Hkv, n, D): (q, Hq, Dv)."""
+    query_heads, count, dim = query.shape
+    heads = keys.shape[0]
+    logits = kernels.scores(query.float().reshape(heads, -1, dim), keys).view(heads, -1, count, len(slots))
+    probs, lse = kernels.softmax(call.weigh(logits, slots, 0, 0))
+    found = kernels.weighted_values(probs.flatten(1, 2), values).view(heads, -1, count, values.shape[-1])
+    return call.beside_sinks(found, lse).reshape(query_heads, count, -1).transpose(0, 1)

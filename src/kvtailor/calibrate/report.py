@@ -98,7 +98,7 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
             f"{pair.share:.1%}",
             f"{pair.other.loss:.4f} ({pair.other_predicted:.4f})",
             f"{pair.planned.loss:.4f} ({pair.planned_predicted:.4f})",
-            f"{pair.other.loss / max(pair.planned.loss, 1e-9):.2f}",
+            _times(pair.other.loss, pair.planned.loss),
             f"{pair.other.perplexity:.2f}",
             f"{pair.planned.perplexity:.2f}",
             f"{pair.other.agreement:.0%}",
@@ -106,6 +106,12 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         )
         for pair in comparison.pairs
     ]
+
+
+def _times(more: float, less: float) -> str:
+    if less == 0:
+        return "-"
+    return f"{more / less:.2f}" if more < 100 * less else "over 100"
 
 
 def comparison_table(comparison: Comparison) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtailor.models.load import Loaded
 
 NAME = "plan"  # of the files
-CALIBRATED_ON = "execmodel"  # topics of the text that ships
+CALIBRATED_ON = ("execmodel",)  # topics of the text that ships
 COMPARED_ON = ("import", "exceptions")
 BUDGET = "25%"
 
@@ -33,7 +33,8 @@ BUDGET = "25%"
 def plan(
     model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub name or an embedded model.")] = "smollm2",
     text: Annotated[
-        list[Path] | None, typer.Option(help="A text file to calibrate on; default: a text that ships. Repeatable.")
+        list[Path] | None,
+        typer.Option(help="A text file to calibrate on; default: a text that ships. Repeatable."),
     ] = None,
     tokens: Annotated[
         int, typer.Option(parser=count, metavar="N", help="The most tokens of each text before the held-out ones.")
@@ -89,7 +90,8 @@ def plan(
         loaded = load(model, numbers, device, progress=True)
         check_reads_text(loaded)
         check_capturable(loaded.model)
-        texts = [ids_of(loaded, source, tokens + held_out) for source in text or (None,)]
+        sources: list[Path | str] = list(text or CALIBRATED_ON)
+        texts = [ids_of(loaded, source, tokens + held_out) for source in sources]
         check_texts(loaded.model, texts, held_out)
         if compare:
             check_apart(loaded, texts)
@@ -117,8 +119,8 @@ def count_of(name: str | None, device: str) -> Count:
     return "held" if name == "held" else "fast"
 
 
-def ids_of(loaded: Loaded, source: Path | None, most: int, topic: str = CALIBRATED_ON) -> torch.Tensor:
-    """The first ``most`` tokens of a file, or of a topic of the text that ships, (1, n).
+def ids_of(loaded: Loaded, source: Path | str, most: int) -> torch.Tensor:
+    """The first ``most`` tokens of a file, or of the text that ships from a topic on, (1, n).
 
     Raises
     ------
@@ -127,8 +129,8 @@ def ids_of(loaded: Loaded, source: Path | None, most: int, topic: str = CALIBRAT
     """
     from kvtailor.models.text import paragraphs
 
-    if source is None:
-        text = "\n\n".join(paragraphs(topic))[: 16 * most]
+    if isinstance(source, str):
+        text = "\n\n".join(paragraphs(source))[: 16 * most]
     else:
         try:
             text = source.read_text(encoding="utf-8")
@@ -169,8 +171,8 @@ def compared(loaded: Loaded, table: Table, tokens: int, held_out: int, counts: C
     from kvtailor.calibrate.capture import capture
     from kvtailor.calibrate.compare import compare, rivals
 
-    seen = [capture(loaded.model, ids_of(loaded, None, tokens + held_out, topic), held_out) for topic in COMPARED_ON]
-    with bar(len(rivals(table))) as step:
+    seen = [capture(loaded.model, ids_of(loaded, topic, tokens + held_out), held_out) for topic in COMPARED_ON]
+    with bar(len(rivals(table, counts))) as step:
         return compare(loaded.model, table, seen, counts, step)
 
 
