@@ -179,6 +179,20 @@ def test_product_codes_find_more_with_more_parts_and_bits(seed):
     assert recalls[0] < recalls[1] < recalls[2] < recalls[3] and recalls[3] > 0.9
 
 
+def test_centroids_are_of_the_whole_prompt_however_it_was_cut():
+    model, inputs = ZOO["llama"].build(), text(500)
+    whole = plan("pq", top=64)
+    chunked = whole.model_copy(update={"prefill_chunk": 150})
+    caches = []
+    for one in (whole, chunked):
+        with kvtailor.attach(model, one):
+            caches.append(kv_cache(model(**inputs, use_cache=True)))
+            steps(model, caches[-1], 1)
+    for ours, theirs in zip(*map(far_of, caches), strict=True):
+        assert ours.index.learned == theirs.index.learned == ours.length == 384
+        torch.testing.assert_close(ours.index.centroids, theirs.index.centroids, atol=1e-3, rtol=1e-3)
+
+
 def path() -> str | None:
     return native.path_for(torch.device("cpu"), torch.float32, (32, 32))
 

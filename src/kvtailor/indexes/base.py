@@ -48,6 +48,15 @@ class Index(ABC):
         path : the C++ kernels, or None for the reference.
         """
 
+    @property
+    def learned_too_early(self) -> bool:
+        """Whether the index would be better had it known all its tokens from the start."""
+        return False
+
+    @abstractmethod
+    def emptied(self) -> Self:
+        """A fresh index with the same options."""
+
     @abstractmethod
     def scores(self, query: torch.Tensor, path: str | None) -> torch.Tensor:
         """Estimates of the products of queries and keys.

@@ -44,6 +44,10 @@ class ChannelsIndex(Index):
         while len(self.blocks) > 1 and self.blocks[-2].shape[2] <= self.blocks[-1].shape[2]:
             self.blocks[-2:] = [torch.cat(self.blocks[-2:], dim=2)]
 
+    def emptied(self) -> Self:
+        """A fresh index with the same options."""
+        return type(self)(self.count)
+
     def scores(self, query: torch.Tensor, path: str | None) -> torch.Tensor:
         """Products of queries and keys over each query's own channels, (Hkv, M, length)."""
         assert self.peaks is not None
@@ -81,7 +85,7 @@ class ChannelsIndex(Index):
 
     def copy(self) -> Self:
         """An index of its own; what never changes is shared."""
-        other = type(self)(self.count)
+        other = self.emptied()
         other.peaks, other.blocks = self.peaks, list(self.blocks)
         return other
 

@@ -83,6 +83,10 @@ class CodesIndex(Index):
         codes = native.pack(path, keys, fmt, False)
         return arrange(pack(keys, fmt), False) if codes is None else codes
 
+    def emptied(self) -> Self:
+        """A fresh index with the same options."""
+        return type(self)(self.bits, self.kind)
+
     def scores(self, query: torch.Tensor, path: str | None) -> torch.Tensor:
         """Products of queries and what the codes stand for, (Hkv, M, length)."""
         heads, count, dim = query.shape
@@ -122,7 +126,7 @@ class CodesIndex(Index):
 
     def copy(self) -> Self:
         """An index of its own; codes are shared, since they never change."""
-        other = type(self)(self.bits, self.kind)
+        other = self.emptied()
         other.stretches = list(self.stretches)
         return other
 

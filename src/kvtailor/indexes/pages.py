@@ -40,6 +40,10 @@ class PagesIndex(Index):
         while len(self.bounds) > 1 and self.bounds[-2].shape[2] <= self.bounds[-1].shape[2]:
             self.bounds[-2:] = [torch.cat(self.bounds[-2:], dim=2)]
 
+    def emptied(self) -> Self:
+        """A fresh index with the same options."""
+        return type(self)(self.page)
+
     def scores(self, query: torch.Tensor, path: str | None) -> torch.Tensor:
         """The most that each token's page can score, (Hkv, M, length)."""
         found = torch.cat([page_scores(query, low, high) for low, high in self.bounds], dim=-1)
@@ -65,7 +69,7 @@ class PagesIndex(Index):
 
     def copy(self) -> Self:
         """An index of its own; what never changes is shared."""
-        other = type(self)(self.page)
+        other = self.emptied()
         other.bounds = list(self.bounds)
         return other
 

@@ -35,6 +35,7 @@ class PQIndex(Index):
         self.parts, self.bits, self.rounds, self.seed = parts, bits, rounds, seed
         self.centroids: torch.Tensor | None = None  # (Hkv, parts, 2**bits, D / parts) float32
         self.codes: list[torch.Tensor] = []  # (Hkv, parts, n) uint8
+        self.learned = 0  # tokens that made the centroids
 
     def check_dim(self, dim: int) -> None:
         """Raise PlanError if the parts do not divide a head of ``dim`` channels."""
@@ -53,9 +54,19 @@ class PQIndex(Index):
         pieces = keys.float().unflatten(-1, (self.parts, -1)).transpose(1, 2)  # (Hkv, parts, n, D / parts)
         if self.centroids is None:
             self.centroids = cluster(pieces, 2**self.bits, self.rounds, self.seed)
+            self.learned = keys.shape[1]
         self.codes.append(nearest(pieces, self.centroids).to(torch.uint8))
         while len(self.codes) > 1 and self.codes[-2].shape[2] <= self.codes[-1].shape[2]:
             self.codes[-2:] = [torch.cat(self.codes[-2:], dim=2)]
+
+    @property
+    def learned_too_early(self) -> bool:
+        """Whether the centroids were made of a part of the tokens."""
+        return self.learned < self.length
+
+    def emptied(self) -> Self:
+        """A fresh index with the same options."""
+        return type(self)(self.parts, self.bits, self.rounds, self.seed)
 
     def scores(self, query: torch.Tensor, path: str | None) -> torch.Tensor:
         """Products of queries and the centroids that stand for the keys, (Hkv, M, length)."""
@@ -92,8 +103,8 @@ class PQIndex(Index):
 
     def copy(self) -> Self:
         """An index of its own; what never changes is shared."""
-        other = type(self)(self.parts, self.bits, self.rounds, self.seed)
-        other.centroids, other.codes = self.centroids, list(self.codes)
+        other = self.emptied()
+        other.centroids, other.codes, other.learned = self.centroids, list(self.codes), self.learned
         return other
 
 

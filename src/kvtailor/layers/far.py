@@ -63,6 +63,13 @@ class FarTokens:
             raise
         self.positions = torch.cat([self.positions, positions.int()])
 
+    def learn(self, path: str | None) -> None:
+        """Make the index anew of all tokens, where it was made of a part of them."""
+        if self.index.learned_too_early:
+            fresh = self.index.emptied()
+            fresh.append(self.read()[0].to(self.device), path)
+            self.index = fresh
+
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values where they lie, (Hkv, n, Dk) and (Hkv, n, Dv) on the CPU; StoreError if one is gone."""
         numbers = torch.frombuffer(self.pool.read(), dtype=self.dtype)

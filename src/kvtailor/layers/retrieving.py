@@ -65,6 +65,9 @@ class RetrievingLayer(WholeLayer):
             blocks = (row.tail.longest - recent) // GROUP_TOKENS
             if blocks > 0:
                 row.move(blocks * GROUP_TOKENS, self.path)
+            if self.prompt_ended:
+                row.far.learn(self.path)
+        self.prompt_ended = False
 
     def read_ahead(self, executor: ThreadPoolExecutor, ask: Callable[[], torch.Tensor | None]) -> None:
         """Let another thread read what the next step is thought to need.
