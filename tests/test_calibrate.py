@@ -143,7 +143,7 @@ def test_errors_are_those_of_a_direct_computation(llama, seen):
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_the_loss_of_an_option_is_that_of_a_plan_for_its_layer_alone(llama, seen, name):
+def test_the_loss_of_an_option_is_that_of_a_plan_for_its_layer_alone(llama, seen, kernels, name):
     one = option(name)
     for number in (0, 2):
         stepped = step_through(llama, seen, number, one.entry)
@@ -152,7 +152,7 @@ def test_the_loss_of_an_option_is_that_of_a_plan_for_its_layer_alone(llama, seen
         assert loss == pytest.approx(whole.loss, rel=2e-2, abs=1e-7)
 
 
-def test_bytes_are_those_that_a_cache_reports(llama, seen):
+def test_bytes_are_those_that_a_cache_reports(llama, seen, kernels):
     for name in TRIED:
         stepped = [step_through(llama, seen, number, option(name).entry) for number in range(3)]
         whole = evaluate(llama, [seen], plan_of(dict.fromkeys(range(3), option(name))))

@@ -36,7 +36,7 @@ class LayerCapture:
     ----------
     query : (1, Hq, n, Dk).
     keys, values : (1, Hkv, n, D).
-    module : the attention module.
+    module, stock : the attention module, and the function that Transformers calls for it.
     given : what else Transformers hands to the attention function (scaling, softcap, s_aux, …).
     """
 
@@ -44,6 +44,7 @@ class LayerCapture:
     keys: Tensor
     values: Tensor
     module: nn.Module
+    stock: Stock
     given: dict[str, Any]
 
 
@@ -98,7 +99,7 @@ def capture(model: PreTrainedModel, ids: Tensor, held_out: int) -> Capture:
         module: nn.Module, stock: Stock, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
     ) -> Any:
         seen = query.detach().cpu(), key.detach().cpu(), value.detach().cpu()
-        layers[layer_of(module)] = LayerCapture(*seen, module, given)
+        layers[layer_of(module)] = LayerCapture(*seen, module, stock, given)
         return stock(module, query, key, value, mask, **given)
 
     parameters = inspect.signature(model.forward).parameters

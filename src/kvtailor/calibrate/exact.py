@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvtailor import _compat
 from kvtailor.calibrate.capture import LayerCapture
-from kvtailor.kernels import reference as kernels
+from kvtailor.layers.base import Stock
 from kvtailor.layers.call import Call
 
 
@@ -38,26 +41,34 @@ def attention_behind(layer: LayerCapture, count: int, query: Tensor, keys: Tenso
     (B, count, Hq, Dv) float32.
     """
     prompt = layer.keys.shape[2] - count
-    call = Call.of(layer.module, query, None, prompt, cross=False, **layer.given)
     every_key, every_value = (
-        torch.cat([seen[:, :, :prompt].to(query.device).expand(query.shape[0], -1, -1, -1), own], dim=2).float()
+        torch.cat([seen[:, :, :prompt].to(query.device).expand(query.shape[0], -1, -1, -1), own], dim=2)
         for seen, own in ((layer.keys, keys), (layer.values, values))
     )
-    slots = torch.arange(prompt + count, device=query.device)
-    if call.only_hides:  # what PyTorch's fused attention serves
-        visible = call.visible(torch.Size((1, 1, count, len(slots))), slots, 0, 0)
-        out = scaled_dot_product_attention(
-            query.float(), every_key, every_value, attn_mask=visible, scale=call.scale, enable_gqa=True
-        )
+    return newest_attention(layer.module, layer.stock, query, every_key, every_value, layer.given)
+
+
+def newest_attention(
+    module: nn.Module, stock: Stock, query: Tensor, keys: Tensor, values: Tensor, given: dict[str, Any]
+) -> Tensor:
+    """Attention of a text's last tokens, (B, q, Hq, Dv) float32.
+
+    Parameters
+    ----------
+    module, stock : the attention module, and the function that Transformers calls for it.
+    query : (B, Hq, q, Dk) of the last q tokens.
+    keys, values : (B, Hkv, n, D).
+    given : scaling, softcap, s_aux, …
+    """
+    count, tokens = query.shape[2], keys.shape[2]
+    call = Call.of(module, query, None, tokens - count, cross=False, **given)
+    query, keys, values = query.float(), keys.float(), values.float()
+    slots = torch.arange(tokens, device=query.device)
+    visible = call.visible(torch.Size((1, 1, count, tokens)), slots, 0, 0)  # (q, n), None for everything
+    if call.only_hides:  # soft caps and sinks are the model's own affair
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=call.scale, enable_gqa=True)
         return out.transpose(1, 2)
-    return torch.stack([_one(call, *row, slots) for row in zip(query, every_key, every_value, strict=True)])
-
-
-def _one(call: Call, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
-    """Attention of one sequence's query (Hq, q, Dk) over keys and values (Hkv, n, D): (q, Hq, Dv)."""
-    query_heads, count, dim = query.shape
-    heads = keys.shape[0]
-    logits = kernels.scores(query.float().reshape(heads, -1, dim), keys).view(heads, -1, count, len(slots))
-    probs, lse = kernels.softmax(call.weigh(logits, slots, 0, 0))
-    found = kernels.weighted_values(probs.flatten(1, 2), values).view(heads, -1, count, values.shape[-1])
-    return call.beside_sinks(found, lse).reshape(query_heads, count, -1).transpose(0, 1)
+    mask = torch.ones(count, tokens, dtype=torch.bool, device=query.device) if visible is None else visible
+    if stock is _compat.stock_eager:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    return stock(module, query, keys, values, mask[None, None], **given)[0].float()

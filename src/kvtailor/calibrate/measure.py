@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvtailor.cache import build_layer
 from kvtailor.calibrate.capture import Capture, LayerCapture
+from kvtailor.calibrate.exact import newest_attention
 from kvtailor.layers.base import Place, Step, TailoredLayer
 from kvtailor.plan import LayerPlan
 
@@ -72,10 +74,17 @@ def fill(layer: TailoredLayer, seen: LayerCapture, prompt: int) -> None:
 
 
 def _attend(layer: TailoredLayer, seen: LayerCapture, start: int, stop: int) -> Tensor:
+    stock = _unread if layer.step.prompt else partial(_exact, seen)
     device = next(seen.module.parameters()).device
     query, keys, values = (part[:, :, start:stop].to(device) for part in (seen.query, seen.keys, seen.values))
     layer.update(keys, values)
-    return layer.attend(seen.module, query, None, _unread, **seen.given)[0]
+    return layer.attend(seen.module, query, None, stock, **seen.given)[0]
+
+
+def _exact(
+    seen: LayerCapture, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Any, **given: Any
+) -> tuple[Tensor, None]:
+    return newest_attention(module, seen.stock, query, keys, values, given), None
 
 
 def _unread(module: nn.Module, query: Tensor, *rest: Any, **given: Any) -> tuple[Tensor, None]:
