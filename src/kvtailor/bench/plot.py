@@ -13,6 +13,8 @@ from kvtailor.bench.table import in_threads
 # The Okabe-Ito palette, and black.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#595959")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+STYLES = ("-", "--", ":")
+MANY = 8  # lines beyond which the legend stands beside them, in the order of their ends
 DRAWN = ("dense", "int8", "int4", "int3", "int2", "int1", "retrieve")
 
 
@@ -28,7 +30,8 @@ def draw(bench: Bench, path: Path) -> Path:
     from matplotlib.figure import Figure
 
     panels = [panel for panel, rows in ((_kernels, bench.kernels), (_steps, bench.steps or bench.peers)) if rows]
-    figure = Figure(figsize=(7 * max(1, len(panels)), 5), dpi=150, layout="constrained")
+    wide = 3 if len({row.plan for row in bench.steps}) + len(bench.peers) > MANY else 0
+    figure = Figure(figsize=(7 * max(1, len(panels)) + wide, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), number + 1)
@@ -36,10 +39,26 @@ def draw(bench: Bench, path: Path) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8)
+        _add_legend(axes)
     figure.savefig(path)
     return path
+
+
+def _add_legend(axes: Any) -> None:
+    handles, names = axes.get_legend_handles_labels()
+    if len(handles) <= MANY:
+        if handles:
+            axes.legend(frameon=False, fontsize=8)
+        return
+    order = sorted(range(len(handles)), key=lambda number: -handles[number].get_ydata()[-1])
+    axes.legend(
+        [handles[number] for number in order],
+        [names[number] for number in order],
+        frameon=False,
+        fontsize=7,
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+    )
 
 
 def _kernels(axes: Any, bench: Bench) -> None:
@@ -76,15 +95,16 @@ def _steps(axes: Any, bench: Bench) -> None:
     lines = _lines([row for row in bench.steps if row.threads == threads])
     for peer in bench.peers:
         if peer.threads == threads:
-            lines.setdefault(f"{peer.engine}, {peer.weights}, {peer.cache}", []).append((peer.context, peer.ms))
+            name = f"{peer.engine.split()[0]}, {peer.weights}, {peer.cache}"
+            lines.setdefault(name, []).append((peer.context, peer.fair_ms))
     for number, (name, points) in enumerate(lines.items()):
         x, y = zip(*sorted(points), strict=True)
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        style = "-" if number < len(COLOURS) else "--"
+        style = STYLES[number // len(COLOURS) % len(STYLES)]
         axes.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.4, linestyle=style, label=name)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens held")
-    axes.set_ylabel("wall time of a step, ms")
+    axes.set_ylabel(f"{'processor' if threads == 1 else 'wall'} time of a step, ms")
     model = f"{bench.model} in {bench.dtype}, " if bench.steps else ""
     axes.set_title(f"Decode steps, {model}{in_threads(threads)}", loc="left")
 
@@ -92,5 +112,5 @@ def _steps(axes: Any, bench: Bench) -> None:
 def _lines(rows: Sequence[StepRow]) -> dict[str, list[tuple[int, float]]]:
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        lines.setdefault(row.plan, []).append((row.context, row.ms))
+        lines.setdefault(row.plan, []).append((row.context, row.cpu_ms if row.threads == 1 else row.ms))
     return lines
