@@ -70,8 +70,7 @@ class Arranged(Coded):
         ------
         CacheError : the tokens held are no whole number of blocks.
         """
-        if self.length % GROUP_TOKENS:
-            raise CacheError(f"blocks selected from {self.length} packed tokens; allowed: multiples of {GROUP_TOKENS}")
+        self.check_whole_blocks(self.length)
 
         def tokens(rows: Tensor) -> Tensor:
             return rows.unflatten(1, (-1, GROUP_TOKENS)).index_select(1, index).flatten(1, 2)
@@ -150,6 +149,14 @@ def block_bytes(width: int, dim: int, values: bool) -> int:
     """Bytes that a plane of `width` bits takes in a block of 64 tokens."""
     outputs, contracted = (dim, GROUP_TOKENS) if values else (GROUP_TOKENS, dim)
     return outputs // _OUTPUTS * 64 * -(-(contracted // _QUAD) * width // 8)
+
+
+def code_bytes(fmt: PackedFormat, dim: int, values: bool, arranged: bool) -> float:
+    """Bytes of one token's codes in one head, in this order or in the canonical one."""
+    widths = plane_bits(fmt.bits)
+    if not arranged:
+        return sum(-(-dim * width // 8) for width in widths)
+    return sum(block_bytes(width, dim, values) for width in widths) / GROUP_TOKENS
 
 
 def arrange(packed: Packed, values: bool) -> Arranged:

@@ -18,7 +18,6 @@ from kvtailor import _compat, attention, prefill
 from kvtailor.cache import EncoderDecoderKVCache, KVCache
 from kvtailor.compiled import CompiledStep
 from kvtailor.errors import ModelError, PlanError
-from kvtailor.layers.retrieving import RetrievingLayer
 from kvtailor.plan import Plan
 from kvtailor.read_ahead import ReadAhead
 from kvtailor.served import check_served
@@ -49,8 +48,8 @@ class Attachment:
         try:
             self._switch_attention()
             self._replace(self.decoder, "forward", self._forward())
-            if not compile:
-                self._read_ahead()
+            if not compile and any(entry.reads_ahead for entry in plan.layers):
+                self._reading = ReadAhead(self.decoder)
             if hasattr(model, "_prepare_cache_for_generation"):  # base models do not generate
                 self._replace(model, "_prepare_cache_for_generation", self._prepare_cache())
             for name in _compat.CONTINUOUS_BATCHING:
@@ -103,13 +102,6 @@ class Attachment:
                 copies[id(config)] = own
             self._configs.append((module, config))
             module.__dict__["config"] = copies[id(config)]
-
-    def _read_ahead(self) -> None:
-        cache = self.new_cache()
-        if isinstance(cache, KVCache) and any(
-            isinstance(layer, RetrievingLayer) and layer.reads_ahead for layer in cache.layers
-        ):
-            self._reading = ReadAhead(self.decoder)
 
     def _replace(self, module: nn.Module, name: str, function: Any) -> None:
         self._replaced.append((module, name, module.__dict__.get(name)))

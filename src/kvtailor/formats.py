@@ -142,6 +142,11 @@ class Coded:
         """Bytes of all tensors: codes, scales, zeros, outliers and their channel numbers."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
+    def check_whole_blocks(self, length: int) -> None:
+        """Raise CacheError unless ``length`` tokens are whole blocks of 64, which alone can be selected."""
+        if length % GROUP_TOKENS:
+            raise CacheError(f"blocks selected from {length} packed tokens; allowed: multiples of {GROUP_TOKENS}")
+
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over every tensor held: planes, scale, zero, then outlier channels and outliers if any."""
         yield from self.planes
@@ -217,8 +222,7 @@ class Packed(Coded):
         ------
         CacheError : the tokens held are no whole number of blocks.
         """
-        if self.length % GROUP_TOKENS:
-            raise CacheError(f"blocks selected from {self.length} packed tokens; allowed: multiples of {GROUP_TOKENS}")
+        self.check_whole_blocks(self.length)
         if GROUP_TOKENS % self._tokens_per_scale:
             raise CacheError(f"blocks selected from groups of {self.format.group} tokens; allowed: divisors of 64")
 

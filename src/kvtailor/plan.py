@@ -242,6 +242,11 @@ class LayerPlan(_Part):
         """Tokens that a packed layer always holds: the exact ones, an open block, and one coming in."""
         return 0 if self.form.kind == "dense" else self.form.exact + self.form.residual + 2 * 64
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether far tokens are read ahead of the step that needs them."""
+        return self.find.index != "all" and (self.tier == "disk" if self.find.ahead is None else self.find.ahead)
+
     def addresses(self, layer: int, depth: int, attention: str) -> bool:
         """Whether this entry speaks of a layer.
 

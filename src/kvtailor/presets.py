@@ -20,16 +20,14 @@ _PACKED: dict[str, dict[str, Any]] = {
 _EVICTING = ("fifo", "lru", "random", "keynorm", "streaming", "h2o", "snapkv", "pyramidkv", "adakv")
 DEFAULT_BUDGET = "25%"
 
+_CODES = {"find": {"index": "codes", "options": {"bits": 2}}}
 # How the layers are kept that look at few tokens, and the first one, which looks at all of them.
 _RETRIEVING: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "quest": ({"find": {"index": "pages", "select": "query"}}, None),
     "pqcache": ({"find": {"index": "pq", "select": "sum", "sinks": 32}}, None),
-    "tailor": ({"find": {"index": "codes", "options": {"bits": 2}}}, {"kind": "channel", "bits": 2}),
+    "tailor": (_CODES, {"kind": "channel", "bits": 2}),
     "tailor-1bit": ({"find": {"index": "codes", "options": {"bits": 1}}}, {"kind": "channel", "bits": 1}),
-    "tailor-offload": (
-        {"find": {"index": "codes", "options": {"bits": 2}}, "tier": "disk"},
-        {"kind": "channel", "bits": 2},
-    ),
+    "tailor-offload": ({**_CODES, "tier": "disk"}, {"kind": "channel", "bits": 2}),
 }
 DEFAULT_TOP = "512"
 

@@ -9,9 +9,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-BLOCK_TOKENS = 64
-"""Tokens come to an index, and leave it, in whole blocks of these."""
-
 
 class Index(ABC):
     """What is known of the keys of one sequence in one layer, in fast memory. A subclass's keywords are its options.

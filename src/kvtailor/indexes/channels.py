@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 import torch
 
 from kvtailor.indexes.base import Index, check_count
+from kvtailor.indexes.stretches import add, first, length_of
 from kvtailor.kernels import native
 
 MOST_CHANNELS = 256
@@ -34,15 +35,13 @@ class ChannelsIndex(Index):
     @property
     def length(self) -> int:  # type: ignore[override]
         """Tokens that the index knows."""
-        return sum(block.shape[2] for block in self.blocks)
+        return length_of(self.blocks)
 
     @torch.inference_mode(False)  # what is kept must be ordinary tensors
     def append(self, keys: torch.Tensor, path: str | None) -> None:
         """Take the next tokens' channels, and join stretches of like size."""
         self.peaks = channel_peaks(keys, self.peaks)
-        self.blocks.append(keys.transpose(1, 2).contiguous())  # the copy that makes a channel's tokens neighbours
-        while len(self.blocks) > 1 and self.blocks[-2].shape[2] <= self.blocks[-1].shape[2]:
-            self.blocks[-2:] = [torch.cat(self.blocks[-2:], dim=2)]
+        add(self.blocks, keys.transpose(1, 2).contiguous())  # the copy that makes a channel's tokens neighbours
 
     def emptied(self) -> Self:
         """A fresh index with the same options."""
@@ -75,13 +74,7 @@ class ChannelsIndex(Index):
 
     def drop_from(self, length: int) -> None:
         """Forget all tokens behind the first ``length``; the peaks stay, as bounds."""
-        kept = []
-        for block in self.blocks:
-            count = min(block.shape[2], length)
-            if count:
-                kept.append(block if count == block.shape[2] else block[:, :, :count].clone())
-            length -= count
-        self.blocks = kept
+        self.blocks = first(self.blocks, length)
 
     def copy(self) -> Self:
         """An index of its own; what never changes is shared."""

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
-from kvtailor.arranged import Arranged, Codes, arrange, block_bytes, can_arrange
-from kvtailor.formats import GROUP_TOKENS, PackedFormat, check_format, default_group, plane_bits
+from kvtailor.arranged import Arranged, Codes, can_arrange, code_bytes
+from kvtailor.formats import GROUP_TOKENS, PackedFormat, check_format, default_group
 from kvtailor.indexes.base import Index, check_option
 from kvtailor.kernels import native
 from kvtailor.kernels import reference as kernels
 from kvtailor.quantize.hadamard import rotate
-from kvtailor.quantize.pack import pack
+from kvtailor.quantize.pack import pack_for
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,14 @@ class CodesIndex(Index):
     @torch.inference_mode(False)  # what is kept must be ordinary tensors
     def append(self, keys: torch.Tensor, path: str | None) -> None:
         """Pack the next tokens, and join stretches of like size."""
-        self.stretches.append(Stretch(self._packed(keys, path)))
+        fmt = self.format(keys.shape[-1])
+        path = path if can_arrange(fmt, keys.shape[-1], values=False) else None
+        self.stretches.append(Stretch(pack_for(path, keys, fmt, values=False)))
         while len(self.stretches) > 1:
             older, newer = (stretch.codes for stretch in self.stretches[-2:])
             if older.length > newer.length or older.scale.dtype != newer.scale.dtype:
                 return
             self.stretches[-2:] = [Stretch(type(older).cat([older, newer]))]  # type: ignore[list-item]
-
-    def _packed(self, keys: torch.Tensor, path: str | None) -> Codes:
-        fmt = self.format(keys.shape[-1])
-        if path is None or not can_arrange(fmt, keys.shape[-1], values=False):
-            return pack(keys, fmt)
-        codes = native.pack(path, keys, fmt, False)
-        return arrange(pack(keys, fmt), False) if codes is None else codes
 
     def emptied(self) -> Self:
         """A fresh index with the same options."""
@@ -107,12 +102,8 @@ class CodesIndex(Index):
     def token_bytes(self, heads: int, dim: int, element: int) -> float:
         """Bytes of one token's codes and scales."""
         fmt = self.format(dim)
-        scales = 4 * dim / fmt.group
-        if can_arrange(fmt, dim, values=False):
-            return heads * (
-                sum(block_bytes(width, dim, False) for width in plane_bits(self.bits)) / GROUP_TOKENS + scales
-            )
-        return heads * (sum(-(-dim * width // 8) for width in plane_bits(self.bits)) + scales)
+        codes = code_bytes(fmt, dim, False, can_arrange(fmt, dim, values=False))
+        return heads * (codes + 4 * dim / fmt.group)
 
     def drop_from(self, length: int) -> None:
         """Forget all tokens behind the first ``length``."""

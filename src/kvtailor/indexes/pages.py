@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 import torch
 
 from kvtailor.indexes.base import Index, check_option
+from kvtailor.indexes.stretches import add, first, length_of
 
 PAGE_TOKENS = 16
 
@@ -31,14 +32,12 @@ class PagesIndex(Index):
     @property
     def length(self) -> int:  # type: ignore[override]
         """Tokens that the index knows."""
-        return sum(bounds.shape[2] for bounds in self.bounds) * self.page
+        return length_of(self.bounds) * self.page
 
     @torch.inference_mode(False)  # what is kept must be ordinary tensors
     def append(self, keys: torch.Tensor, path: str | None) -> None:
         """Bound the next pages, and join stretches of like size."""
-        self.bounds.append(torch.stack(page_bounds(keys, self.page)))
-        while len(self.bounds) > 1 and self.bounds[-2].shape[2] <= self.bounds[-1].shape[2]:
-            self.bounds[-2:] = [torch.cat(self.bounds[-2:], dim=2)]
+        add(self.bounds, torch.stack(page_bounds(keys, self.page)))
 
     def emptied(self) -> Self:
         """A fresh index with the same options."""
@@ -59,13 +58,7 @@ class PagesIndex(Index):
 
     def drop_from(self, length: int) -> None:
         """Forget all tokens behind the first ``length``."""
-        kept, pages = [], length // self.page
-        for bounds in self.bounds:
-            count = min(bounds.shape[2], pages)
-            if count:
-                kept.append(bounds if count == bounds.shape[2] else bounds[:, :, :count].clone())
-            pages -= count
-        self.bounds = kept
+        self.bounds = first(self.bounds, length // self.page)
 
     def copy(self) -> Self:
         """An index of its own; what never changes is shared."""

@@ -9,6 +9,7 @@ import torch
 
 from kvtailor.errors import PlanError
 from kvtailor.indexes.base import Index, check_count, check_option
+from kvtailor.indexes.stretches import add, first, length_of
 
 AT_ONCE = 4096
 """Tokens whose distances are computed at a time: bounds the memory of (tokens, centroids) tables."""
@@ -45,7 +46,7 @@ class PQIndex(Index):
     @property
     def length(self) -> int:  # type: ignore[override]
         """Tokens that the index knows."""
-        return sum(codes.shape[2] for codes in self.codes)
+        return length_of(self.codes)
 
     @torch.inference_mode(False)  # what is kept must be ordinary tensors
     def append(self, keys: torch.Tensor, path: str | None) -> None:
@@ -55,9 +56,7 @@ class PQIndex(Index):
         if self.centroids is None:
             self.centroids = cluster(pieces, 2**self.bits, self.rounds, self.seed)
             self.learned = keys.shape[1]
-        self.codes.append(nearest(pieces, self.centroids).to(torch.uint8))
-        while len(self.codes) > 1 and self.codes[-2].shape[2] <= self.codes[-1].shape[2]:
-            self.codes[-2:] = [torch.cat(self.codes[-2:], dim=2)]
+        add(self.codes, nearest(pieces, self.centroids).to(torch.uint8))
 
     @property
     def learned_too_early(self) -> bool:
@@ -91,14 +90,8 @@ class PQIndex(Index):
 
     def drop_from(self, length: int) -> None:
         """Forget all tokens behind the first ``length``; the centroids stay until nothing is left."""
-        kept = []
-        for codes in self.codes:
-            count = min(codes.shape[2], length)
-            if count:
-                kept.append(codes if count == codes.shape[2] else codes[:, :, :count].clone())
-            length -= count
-        self.codes = kept
-        if not kept:
+        self.codes = first(self.codes, length)
+        if not self.codes:
             self.centroids = None
 
     def copy(self) -> Self:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kvtailor.arranged import Arranged, Codes, arrange, block_bytes, can_arrange
+from kvtailor.arranged import Arranged, Codes, can_arrange, code_bytes
 from kvtailor.errors import PlanError
-from kvtailor.formats import GROUP_TOKENS, Packed, PackedFormat, check_format, default_group, plane_bits
-from kvtailor.kernels import native
+from kvtailor.formats import GROUP_TOKENS, Packed, PackedFormat, check_format, default_group
 from kvtailor.layers.row import Row
 from kvtailor.layers.segment import Segment
 from kvtailor.layers.tail import whole_blocks
 from kvtailor.plan import Form
-from kvtailor.quantize.pack import pack, widest_channels
+from kvtailor.quantize.pack import pack_for, widest_channels
 
 
 class Packing:
@@ -58,15 +57,12 @@ class Packing:
             outliers = self._outlier_channels(row, blocks * GROUP_TOKENS)
             row.seal(
                 blocks * GROUP_TOKENS,
-                lambda k, v: (self._pack(k, self.keys, False, outliers), self._pack(v, self.values, True)),
+                lambda k, v: (
+                    pack_for(self.path, k, self.keys, False, outliers),
+                    pack_for(self.path, v, self.values, True),
+                ),
             )
             merge_newest(row)
-
-    def _pack(self, x: torch.Tensor, fmt: PackedFormat, values: bool, outliers: torch.Tensor | None = None) -> Codes:
-        if self.path is None:
-            return pack(x, fmt, outliers)
-        codes = native.pack(self.path, x, fmt, values) if outliers is None else None
-        return arrange(pack(x, fmt, outliers), values) if codes is None else codes
 
     def _outlier_channels(self, row: Row, count: int) -> torch.Tensor | None:
         if not self.form.outliers:
@@ -87,13 +83,8 @@ class Packing:
         """Bytes of one packed token over all KV heads, scales included."""
         total = 0.0
         for dim, fmt, values in zip(dims, (self.keys, self.values), (False, True), strict=True):
-            total += self._code_bytes(fmt, dim, values) + 4 * dim / fmt.group
+            total += code_bytes(fmt, dim, values, self.path is not None) + 4 * dim / fmt.group
         return heads * (total + self.form.outliers * element)
-
-    def _code_bytes(self, fmt: PackedFormat, dim: int, values: bool) -> float:
-        if self.path is None:
-            return sum(-(-dim * width // 8) for width in plane_bits(fmt.bits))
-        return sum(block_bytes(width, dim, values) for width in plane_bits(fmt.bits)) / GROUP_TOKENS
 
 
 def merge_newest(row: Row) -> None:

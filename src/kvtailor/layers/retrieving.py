@@ -39,7 +39,7 @@ class RetrievingLayer(WholeLayer):
     def __init__(self, plan: LayerPlan, place: Place, step: Step) -> None:
         super().__init__(plan, place, step)
         self.find = plan.find
-        self.reads_ahead = plan.tier == "disk" if plan.find.ahead is None else plan.find.ahead
+        self.reads_ahead = plan.reads_ahead
         self.ahead = ReadingAhead()
         self._staged: list[Staged | None] = []
 

@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from kvtailor.arranged import Codes
+from kvtailor.arranged import Codes, arrange
 from kvtailor.errors import CacheError, KernelError, PlanError
 from kvtailor.formats import Packed, PackedFormat, check_format, half_limit
+from kvtailor.kernels import native
 from kvtailor.kernels.reference import canonical, dequantise
 from kvtailor.quantize.bits import pack_codes
 from kvtailor.quantize.hadamard import rotate, unrotate
@@ -54,6 +55,23 @@ def pack(
         raise KernelError("numbers to pack: one is not finite; allowed: finite numbers")
     dtype = scale_dtype or _scale_dtype(blocks, max(peaks), fmt, fill)
     return Packed.cat([_pack_block(block, fmt, outlier_channels, fill, dtype) for block in blocks])
+
+
+def pack_for(
+    path: str | None, x: Tensor, fmt: PackedFormat, values: bool, outlier_channels: Tensor | None = None
+) -> Codes:
+    """Pack tokens in the order in which the C++ kernels read them, by these kernels where they can.
+
+    Parameters
+    ----------
+    path : the C++ kernels, which must have an order for the format; None for the canonical order.
+    x, fmt, outlier_channels : as for :func:`pack`.
+    values : whether they are values.
+    """
+    if path is None:
+        return pack(x, fmt, outlier_channels)
+    codes = native.pack(path, x, fmt, values) if outlier_channels is None else None
+    return arrange(pack(x, fmt, outlier_channels), values) if codes is None else codes
 
 
 def unpack(packed: Codes) -> Tensor:
