@@ -75,6 +75,13 @@ def table(llama: LlamaForCausalLM) -> Table:
         return calibrate(llama, [text(300), text(260, 2)], options(TRIED), held_out=HELD_OUT, name="tiny")
 
 
+@pytest.fixture(scope="module")
+def headed(llama: LlamaForCausalLM) -> Table:
+    """The same with what single heads lose."""
+    with torch.no_grad():
+        return calibrate(llama, [text(300), text(260, 2)], options(TRIED), held_out=HELD_OUT, heads=True)
+
+
 # Density.
 
 
@@ -148,14 +155,14 @@ def test_the_loss_of_an_option_is_that_of_a_plan_for_its_layer_alone(llama, seen
     for number in (0, 2):
         stepped = step_through(llama, seen, number, one.entry)
         (loss,) = losses(llama, seen, number, stepped.outputs[None])
-        whole = evaluate(llama, [seen], plan_of({number: one}))
+        whole = evaluate(llama, [seen], plan_of({number: [one]}))
         assert loss == pytest.approx(whole.loss, rel=2e-2, abs=1e-7)
 
 
 def test_bytes_are_those_that_a_cache_reports(llama, seen, kernels):
     for name in TRIED:
         stepped = [step_through(llama, seen, number, option(name).entry) for number in range(3)]
-        whole = evaluate(llama, [seen], plan_of(dict.fromkeys(range(3), option(name))))
+        whole = evaluate(llama, [seen], plan_of(dict.fromkeys(range(3), [option(name)])))
         assert sum(one.bytes_held for one in stepped) == whole.bytes_held
         assert sum(one.bytes_fast for one in stepped) == whole.bytes_fast
         assert (whole.bytes_fast < whole.bytes_held) == (name == "codes:10%")
@@ -267,8 +274,8 @@ def test_plans_within_a_loss_hold_no_more_than_needed(table):
 def test_labels_pack_the_dense_layers(table):
     dense = [number for number, layer in table.layers.items() if layer.mean_density > 0.2]
     found = labelled(table, "codes:10%")
-    assert [number for number, name in found.choice.items() if name == "channel2"] == dense
-    assert set(labelled(table, "codes:10%", tau=1.0).choice.values()) == {"codes:10%"}
+    assert [number for number, names in found.choice.items() if names == ("channel2",)] == dense
+    assert set(labelled(table, "codes:10%", tau=1.0).choice.values()) == {("codes:10%",)}
 
 
 def test_a_comparison_gives_the_planner_each_rivals_bytes(llama, table):
@@ -283,11 +290,53 @@ def test_a_comparison_gives_the_planner_each_rivals_bytes(llama, table):
 
 
 def test_layers_of_a_plan_are_written_as_ranges():
-    choice = {number: option("int4" if number in (0, 1, 2, 5) else "full") for number in range(7)}
-    plan = plan_of(choice | {6: option("snapkv:50%+int2")})
+    choice = {number: [option("int4" if number in (0, 1, 2, 5) else "full")] for number in range(7)}
+    plan = plan_of(choice | {6: [option("snapkv:50%+int2")]})
     assert [entry.layers for entry in plan.layers] == ["0-2,5", "6"]
     assert plan.layer(6, 7).in_words == "snapkv 50%, rotated 2-bit"
     assert plan.layer(3, 7).is_full
+
+
+def test_heads_of_a_plan_are_written_once_for_all_layers_alike():
+    names = {0: ("int4",), 1: ("int4", "full", "int2"), 2: ("int4", "full", "int2"), 3: ("full", "int4", "int4")}
+    plan = plan_of({number: [option(name) for name in own] for number, own in names.items()})
+    assert [(entry.layers, entry.heads) for entry in plan.layers] == [
+        ("0", "*"),
+        ("1-2", "0"),
+        ("1-2", "2"),
+        ("3", "1-2"),
+    ]
+    for number, own in names.items():
+        found = {head: entry for heads, entry in plan.parts(number, 4, "self", 3) for head in heads}
+        for head, name in enumerate(own * 3 if len(own) == 1 else own):
+            assert found[head].form == option(name).entry.form
+
+
+def test_a_choice_by_heads_is_predicted_to_lose_no_more_and_holds_no_more(llama, headed):
+    both = [capture(llama, ids, HELD_OUT) for ids in (text(300), text(260, 2))]
+    for share in (0.22, 0.3, 0.5):
+        limit = share * default_bytes(headed)
+        layers, heads = within_bytes(headed, limit), within_bytes(headed, limit, heads=True)
+        assert heads.loss <= layers.loss * (1 + 1e-9)
+        row = evaluate(llama, both, heads.plan)
+        assert row.bytes_held <= 1.02 * limit and heads.bytes_held <= limit
+    assert any(len(names) == 2 for names in heads.choice.values())
+    found = within_loss(headed, heads.loss * (1 + 1e-9), heads=True)
+    assert found.loss <= heads.loss * (1 + 2e-9) and found.bytes_held <= heads.bytes_held
+
+
+def test_what_one_head_loses_is_the_models_loss_with_that_head_kept_so(llama, headed, seen):
+    """Against whole runs with a plan that speaks of that head alone."""
+    for number, head in ((0, 1), (2, 0)):
+        entry = option("int2").entry.model_copy(update={"layers": str(number), "heads": str(head)})
+        whole = evaluate(llama, [seen, capture(llama, text(260, 2), HELD_OUT)], Plan(layers=[entry]))
+        loss = headed.layers[number].options["int2"].head_losses[head]
+        assert loss == pytest.approx(whole.loss, rel=5e-2, abs=1e-7)
+
+
+def test_a_choice_by_heads_needs_their_measurements(table):
+    with pytest.raises(PlanError, match="single heads"):
+        within_bytes(table, default_bytes(table), heads=True)
 
 
 def test_a_plan_with_measurements_reads_back_and_serves_its_model(llama, table, tmp_path):
@@ -296,7 +345,7 @@ def test_a_plan_with_measurements_reads_back_and_serves_its_model(llama, table, 
     plan.save(tmp_path / "plan.yaml")
     read = Plan.load(tmp_path / "plan.yaml")
     assert read.layers == plan.layers and read.made_for == plan.made_for
-    assert read.measured["layers"]["0"]["option"] == planned.choice[0]
+    assert read.measured["layers"]["0"]["option"] == planned.choice[0][0]
     assert read.made_for is not None and read.made_for.name == "tiny"
     with kvtailor.attach(llama, read):
         llama(input_ids=text(20))
@@ -322,9 +371,9 @@ def test_a_calibration_goes_on_where_it_was_interrupted(llama, table, tmp_path, 
     measured: list[tuple[int, list[str]]] = []
     measure = calibration.measure_layer
 
-    def noted(model: Any, seen: Capture, number: int, tried: Any) -> Any:
+    def noted(model: Any, seen: Capture, number: int, tried: Any, heads: bool) -> Any:
         measured.append((number, [one.name for one in tried]))
-        return measure(model, seen, number, tried)
+        return measure(model, seen, number, tried, heads)
 
     def interrupt(words: str) -> None:
         if len(measured) == 4:

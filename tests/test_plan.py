@@ -138,7 +138,7 @@ def test_presets_that_retrieve_take_the_tokens_of_a_step(name):
         ({"form": {"kind": "rotated", "bits": 4, "residual": -1}}, ["layers[0].form.residual", "-1"]),
         ({"layers": "first"}, ["layers[0].layers", "'first' cannot be read", "0-3,8,-1"]),
         ({"layers": "5-3"}, ["layers[0].layers", "ends before it begins", "allowed is 3-5"]),
-        ({"layers": []}, ["layers[0].layers", "name nothing"]),
+        ({"layers": []}, ["layers[0].layers", "names nothing"]),
         ({"attention": "both ways"}, ["layers[0].attention", "'both ways'"]),
         ({"keeps": {}}, ["layers[0].keeps"]),
         ({"tier": "disk"}, ["layers[0]", "tier 'disk' needs an index"]),

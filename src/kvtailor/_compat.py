@@ -128,6 +128,12 @@ def supports_cache(model: Any) -> bool:
     return bool(model._supports_default_dynamic_cache()) if hasattr(model, "_supports_default_dynamic_cache") else True
 
 
+def kv_heads(config: PretrainedConfig) -> int | None:
+    """KV heads of a layer as the configuration tells them, or None."""
+    names = ("num_key_value_heads", "decoder_attention_heads", "num_attention_heads")
+    return next((int(count) for name in names if (count := getattr(config, name, None))), None)
+
+
 def head_dim(config: PretrainedConfig) -> int | None:
     """Channels of a key head as the configuration tells them, or None."""
     if getattr(config, "head_dim", None):

@@ -23,6 +23,7 @@ from kvtailor.layers.packed_evicting import PackedEvictingLayer
 from kvtailor.layers.packing import Packing
 from kvtailor.layers.quantized import QuantizedLayer
 from kvtailor.layers.retrieving import RetrievingLayer
+from kvtailor.layers.split import SplitLayer
 from kvtailor.plan import LayerPlan, Plan
 from kvtailor.report import LayerReport, Report
 from kvtailor.rope import Rotation
@@ -312,19 +313,14 @@ TailoredCache = KVCache | EncoderDecoderKVCache
 def _build_layers(model: PreTrainedModel, plan: Plan, step: Step, attention: str) -> list[Any]:
     config = _compat.decoder_config(model.config)
     stock = _compat.stock_layers(model.config)
-    entries = {
-        number: plan.layer(number, len(stock), attention)
-        for number, (layer_type, layer) in enumerate(stock)
-        if _compat.is_plain_attention(layer_type, layer)
-    }
+    plain = [number for number, (kind, layer) in enumerate(stock) if _compat.is_plain_attention(kind, layer)]
+    heads = _compat.kv_heads(config)
+    parts = {number: plan.parts(number, len(stock), attention, heads) for number in plain}
     shared = _compat.shares_kv(config)
-    layers: list[Any] = []
-    for number, (_, layer) in enumerate(stock):
-        if number not in entries:
-            layers.append(layer)
-            continue
-        peers = [other for other, entry in entries.items() if entry is entries[number]]
-        place = Place(
+
+    def place(number: int, entry: LayerPlan) -> Place:
+        peers = [other for other in plain if any(one is entry for _, one in parts[other])]
+        return Place(
             index=number,
             cross=attention == "cross",
             rank=peers.index(number),
@@ -332,7 +328,11 @@ def _build_layers(model: PreTrainedModel, plan: Plan, step: Step, attention: str
             shared=shared,
             model=type(model).__name__,
         )
-        layers.append(build_layer(model, entries[number], place, step))
+
+    layers: list[Any] = [layer for _, layer in stock]
+    for number, own in parts.items():
+        built = [(some, build_layer(model, entry, place(number, entry), step)) for some, entry in own]
+        layers[number] = built[0][1] if len(built) == 1 else SplitLayer(built, place(number, own[0][1]), step)
     return layers
 
 
@@ -377,7 +377,7 @@ def _layer_report(number: int, layer: Any) -> LayerReport:
         return LayerReport(
             index=number,
             attention="cross" if layer.place.cross else "self",
-            kept_as=layer.plan.in_words,
+            kept_as=layer.in_words,
             tokens_seen=layer.seen,
             tokens_kept=layer.kept,
             bytes_by_kind=held,

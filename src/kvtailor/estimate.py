@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kvtailor.layers.allowance import Allowance, Costs
 from kvtailor.layers.base import Place
 from kvtailor.layers.packing import Packing
 from kvtailor.layers.tail import whole_blocks
-from kvtailor.plan import Keep, LayerPlan, Plan
+from kvtailor.plan import Keep, LayerPlan, Plan, heads_in_words
 from kvtailor.policies.base import Policy
 from kvtailor.policies.registry import policy_class
 
@@ -90,6 +91,10 @@ class Sizes:
     element: int
     rows: int
 
+    def of_heads(self, heads: int) -> Sizes:
+        """The same for some of the KV heads, and the query heads that read them."""
+        return replace(self, heads=heads, query_heads=self.query_heads // self.heads * heads)
+
     @property
     def token(self) -> int:
         """Bytes of one token's keys and values over all KV heads."""
@@ -137,7 +142,7 @@ def length_limit(config: PretrainedConfig) -> int | None:
 
 def _sizes(decoder: PretrainedConfig, dtype: torch.dtype, rows: int) -> Sizes:
     query_heads = getattr(decoder, "decoder_attention_heads", None) or getattr(decoder, "num_attention_heads", None)
-    heads = getattr(decoder, "num_key_value_heads", None) or query_heads
+    heads = _compat.kv_heads(decoder)
     dim = _compat.head_dim(decoder)
     if not heads or not query_heads or not dim:
         raise ModelError(f"{type(decoder).__name__} does not tell the number and the size of its heads: no estimate")
@@ -146,20 +151,38 @@ def _sizes(decoder: PretrainedConfig, dtype: torch.dtype, rows: int) -> Sizes:
 
 def _half(decoder: PretrainedConfig, plan: Plan, tokens: int, sizes: Sizes, attention: str) -> list[LayerEstimate]:
     stock = _compat.stock_layers(decoder)
-    entries = {
-        number: plan.layer(number, len(stock), attention)
+    parts = {
+        number: plan.parts(number, len(stock), attention, sizes.heads)
         for number, (layer_type, layer) in enumerate(stock)
         if _compat.is_plain_attention(layer_type, layer)
     }
     estimates = []
     for number, (layer_type, layer) in enumerate(stock):
-        if number not in entries:
+        if number not in parts:
             estimates.append(_left_alone(number, layer_type, layer, tokens, sizes))
             continue
-        peers = [other for other, entry in entries.items() if entry is entries[number]]
-        place = Place(number, attention == "cross", peers.index(number), len(peers))
-        estimates.append(_tailored(entries[number], place, tokens, sizes))
+        found = []
+        for heads, entry in parts[number]:
+            peers = [other for other, own in parts.items() if any(one is entry for _, one in own)]
+            place = Place(number, attention == "cross", peers.index(number), len(peers))
+            found.append((heads, _tailored(entry, place, tokens, sizes.of_heads(len(heads)))))
+        estimates.append(_together(found))
     return estimates
+
+
+def _together(parts: Sequence[tuple[tuple[int, ...], LayerEstimate]]) -> LayerEstimate:
+    """One layer of its parts: KV heads, and what they hold."""
+    first = parts[0][1]
+    if len(parts) == 1:
+        return first
+    return replace(
+        first,
+        kept_as=heads_in_words((heads, part.kept_as) for heads, part in parts),
+        tokens_kept=round(sum(len(heads) * part.tokens_kept for heads, part in parts) / sum(len(h) for h, _ in parts)),
+        bytes_held=sum(part.bytes_held for _, part in parts),
+        bytes_default=sum(part.bytes_default for _, part in parts),
+        note="; ".join(part.note for _, part in parts if part.note),
+    )
 
 
 def _left_alone(number: int, layer_type: str, layer: Any, tokens: int, sizes: Sizes) -> LayerEstimate:

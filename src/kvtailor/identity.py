@@ -27,12 +27,11 @@ def identity_of(model: Any) -> dict[str, Any]:
     "model", "layers", "kv_heads", "head_dim" and "config".
     """
     decoder = _compat.decoder_config(model.config)
-    heads = getattr(decoder, "num_key_value_heads", None) or getattr(decoder, "num_attention_heads", None)
     decisive = {name: getattr(decoder, name, None) for name in DECISIVE}
     return {
         "model": type(model).__name__,
         "layers": len(_compat.stock_layers(model.config)),
-        "kv_heads": heads,
+        "kv_heads": _compat.kv_heads(decoder),
         "head_dim": _compat.head_dim(decoder),
         "config": hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16],
     }

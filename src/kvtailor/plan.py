@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -190,6 +191,7 @@ class LayerPlan(_Part):
     """What to do with the layers that ``layers`` and ``attention`` name."""
 
     layers: str | int | list[int] = Field("*", description='"*", a number, a list, or a pattern such as "0-3,8,-1"')
+    heads: str | int | list[int] = Field("*", description="KV heads, written as layers are")
     attention: Literal["self", "cross", "both"] = "self"
     keep: Keep = Keep()
     form: Form = Form()
@@ -206,7 +208,7 @@ class LayerPlan(_Part):
     )
     folder: str | None = Field(None, description="of files on disk; default: the system's temporary folder")
 
-    @field_validator("layers")
+    @field_validator("layers", "heads")
     @classmethod
     def _readable(cls, layers: str | int | list[int]) -> str | int | list[int]:
         _numbers(layers, 10**6)
@@ -247,8 +249,13 @@ class LayerPlan(_Part):
         """Whether far tokens are read ahead of the step that needs them."""
         return self.find.index != "all" and (self.tier == "disk" if self.find.ahead is None else self.find.ahead)
 
+    @property
+    def names_heads(self) -> bool:
+        """Whether this entry speaks of some heads of its layers."""
+        return self.heads != "*"
+
     def addresses(self, layer: int, depth: int, attention: str) -> bool:
-        """Whether this entry speaks of a layer.
+        """Whether this entry speaks of a layer, or of some of its heads.
 
         Parameters
         ----------
@@ -283,9 +290,14 @@ class LayerPlan(_Part):
         return self.keep.policy == "all" and self.form.kind == "dense" and self.find.index == "all"
 
 
+def heads_in_words(parts: Iterable[tuple[Sequence[int], str]]) -> str:
+    """How each group of KV heads is kept, for people: "heads 0,2: rotated 4-bit; heads 1: full"."""
+    return "; ".join(f"heads {','.join(map(str, heads))}: {words}" for heads, words in parts)
+
+
 def _numbers(layers: str | int | list[int], depth: int) -> set[int]:
     if layers == [] or isinstance(layers, bool):
-        raise ValueError(f'layers {layers!r} name nothing: allowed are "*", numbers and ranges such as "0-3,8,-1"')
+        raise ValueError(f'{layers!r} names nothing: allowed are "*", numbers and ranges such as "0-3,8,-1"')
     if isinstance(layers, int):
         layers = [layers]
     if isinstance(layers, list):
@@ -296,13 +308,11 @@ def _numbers(layers: str | int | list[int], depth: int) -> set[int]:
     for part in layers.split(","):
         match = re.fullmatch(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", part)
         if match is None:
-            raise ValueError(
-                f'layers {layers!r} cannot be read: allowed are "*", numbers and ranges such as "0-3,8,-1"'
-            )
+            raise ValueError(f'{layers!r} cannot be read: allowed are "*", numbers and ranges such as "0-3,8,-1"')
         first = int(match.group(1))
         last = first if match.group(2) is None else int(match.group(2))
         if first >= 0 and 0 <= last < first:
-            raise ValueError(f"layers {layers!r} hold a range that ends before it begins: allowed is {last}-{first}")
+            raise ValueError(f"{layers!r} holds a range that ends before it begins: allowed is {last}-{first}")
         first, last = (n + depth if n < 0 else n for n in (first, last))
         numbers.update(range(max(first, 0), min(last, depth - 1) + 1))
     return numbers
@@ -326,7 +336,7 @@ class MadeFor(_Part):
 
 
 class Plan(_Part):
-    """How each layer of a model keeps its keys and values. The first entry that addresses a layer decides."""
+    """How each layer of a model keeps its keys and values. The first entry that addresses a layer (or head) decides."""
 
     name: str = "plan"
     layers: list[LayerPlan] = Field(default_factory=list, description="layers that no entry names are kept whole")
@@ -359,10 +369,37 @@ class Plan(_Part):
 
     def layer(self, layer: int, depth: int, attention: str = "self") -> LayerPlan:
         """The entry that decides for a layer, or a full one."""
-        for entry in self.layers:
-            if entry.addresses(layer, depth, attention):
-                return entry
-        return LayerPlan(attention="cross" if attention == "cross" else "self")
+        return self.parts(layer, depth, attention, None)[0][1]
+
+    def parts(
+        self, layer: int, depth: int, attention: str, heads: int | None
+    ) -> list[tuple[tuple[int, ...], LayerPlan]]:
+        """The KV heads of a layer, and the entry that decides for them: one pair where it decides for all.
+
+        Parameters
+        ----------
+        layer, depth, attention : as for :meth:`LayerPlan.addresses`.
+        heads : KV heads of the layer, or None where they are not known.
+
+        Raises
+        ------
+        PlanError
+            If an entry names heads and their number is not known.
+        """
+        rest = LayerPlan(attention="cross" if attention == "cross" else "self")
+        own = [entry for entry in self.layers if entry.addresses(layer, depth, attention)]
+        if not own or not own[0].names_heads:
+            return [(tuple(range(heads or 0)), own[0] if own else rest)]
+        if heads is None:
+            raise PlanError(
+                f"plan {self.name!r} names heads of layer {layer}, and the model does not tell how many it has: "
+                'allowed is heads "*"'
+            )
+        deciding: dict[int, tuple[LayerPlan, list[int]]] = {}
+        for head in range(heads):
+            entry = next((one for one in own if head in _numbers(one.heads, heads)), rest)
+            deciding.setdefault(id(entry), (entry, []))[1].append(head)
+        return [(tuple(some), entry) for entry, some in deciding.values()]
 
     @classmethod
     def preset(cls, name: str) -> Plan:

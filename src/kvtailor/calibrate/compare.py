@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvtailor.calibrate.capture import Capture
 from kvtailor.calibrate.evaluate import Evaluation, default, evaluate
 from kvtailor.calibrate.options import CHANNEL
-from kvtailor.calibrate.plans import Count, Planned, default_bytes, labelled, uniform, within_bytes
+from kvtailor.calibrate.plans import Count, Names, Planned, default_bytes, labelled, uniform, within_bytes
 from kvtailor.calibrate.table import Table
 
 LABELS_TOP = "codes:10%"
@@ -83,6 +83,7 @@ def compare(
     table: Table,
     seen: Sequence[Capture],
     count: Count = "held",
+    heads: bool = False,
     progress: Progress = lambda words: None,
 ) -> Comparison:
     """Measure every rival, and what the planner makes of the rival's bytes.
@@ -93,14 +94,15 @@ def compare(
     table : what was measured on other texts.
     seen : what the model saw of the texts to compare on.
     count : how bytes are counted.
+    heads : whether the planner may keep each KV head in its own way.
     progress : called with a few words before each plan.
     """
     pairs = []
-    known: dict[tuple[str, ...], Evaluation] = {}
+    known: dict[tuple[Names, ...], Evaluation] = {}
     for rival in rivals(table, count):
         progress(rival.plan.name)
         limit = rival.bytes_of(count)
-        ours = within_bytes(table, limit, count)
+        ours = within_bytes(table, limit, count, heads=heads)
         layers = tuple(ours.choice.values())
         if layers not in known:
             known[layers] = evaluate(model, seen, ours.plan)

@@ -59,7 +59,7 @@ def option(name: str) -> Option:
         plan = Plan(layers=[{"keep": dropped.keep, "form": packed.form}])
     else:
         plan = Plan.of(name)
-    if len(plan.layers) != 1 or plan.layers[0].layers != "*":
+    if len(plan.layers) != 1 or (plan.layers[0].layers, plan.layers[0].heads) != ("*", "*"):
         raise PlanError(f"option {name!r} does not keep all layers alike: allowed are {ALLOWED}")
     _check_alone(name, plan.layers[0])
     return Option(name, plan.layers[0].model_copy(update={"attention": "self"}))
@@ -81,24 +81,32 @@ def options(names: Sequence[str] = DEFAULT) -> list[Option]:
     return [option(name) for name in dict.fromkeys([FULL, *names])]
 
 
-def plan_of(choice: dict[int, Option], name: str = "plan") -> Plan:
-    """A plan that keeps each layer by an option; layers kept whole need no entry.
+def plan_of(choice: dict[int, Sequence[Option]], name: str = "plan") -> Plan:
+    """A plan that keeps each layer, or each of its KV heads, by an option; what is kept whole needs no entry.
 
     Parameters
     ----------
-    choice : option by layer.
+    choice : by layer, one option, or one for each KV head.
     name : of the plan.
     """
-    alike: dict[str, list[int]] = {}
+    alike: dict[tuple[str, str], list[int]] = {}
     for layer in sorted(choice):
-        alike.setdefault(choice[layer].name, []).append(layer)
-    entries = {one.name: one.entry for one in choice.values()}
+        for option, heads in _heads_alike([one.name for one in choice[layer]]).items():
+            alike.setdefault((option, heads), []).append(layer)
+    entries = {one.name: one.entry for options in choice.values() for one in options}
     layers = [
-        entries[option].model_copy(update={"layers": _ranges(numbers)})
-        for option, numbers in alike.items()
+        entries[option].model_copy(update={"layers": _ranges(numbers), "heads": heads})
+        for (option, heads), numbers in alike.items()
         if not entries[option].is_full
     ]
     return Plan(name=name, layers=layers)
+
+
+def _heads_alike(names: Sequence[str]) -> dict[str, str]:
+    """The KV heads that each option keeps, as a plan writes them."""
+    if len(set(names)) == 1:
+        return {names[0]: "*"}
+    return {one: _ranges([head for head, name in enumerate(names) if name == one]) for one in dict.fromkeys(names)}
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ from kvtailor.plan import LayerPlan, MadeFor, Plan
 from kvtailor.report import human_bytes
 
 Count = Literal["held", "fast"]
+Names = tuple[str, ...]
 COUNTS: tuple[Count, ...] = ("held", "fast")
 
 
@@ -30,13 +31,13 @@ class Planned:
     Attributes
     ----------
     plan : the plan.
-    choice : option by layer.
+    choice : by layer, one option, or one for each KV head.
     loss : sum of the layers' losses, nats per token; what the whole plan loses is measured elsewhere.
     bytes_held, bytes_fast : of all layers.
     """
 
     plan: Plan
-    choice: dict[int, str]
+    choice: dict[int, Names]
     loss: float
     bytes_held: int
     bytes_fast: int
@@ -46,17 +47,29 @@ class Planned:
         return self.bytes_held if count == "held" else self.bytes_fast
 
 
-def within_bytes(table: Table, limit: float, count: Count = "held", name: str = "planned") -> Planned:
+def within_bytes(
+    table: Table, limit: float, count: Count = "held", name: str = "planned", heads: bool = False
+) -> Planned:
     """The plan of least measured loss whose layers hold no more than ``limit`` bytes.
+
+    Parameters
+    ----------
+    table : what was measured.
+    limit : bytes.
+    count : which bytes.
+    name : of the plan.
+    heads : whether each KV head may be kept in its own way.
 
     Raises
     ------
     PlanError
-        If the smallest options hold more.
+        If the smallest options hold more, or heads were not measured.
     """
-    chosen = choose(_losses(table), _bytes(table, count), limit)
+    places = _places(table, heads)
+    weights = [[one.bytes_of(count) for one in place] for place in places]
+    chosen = choose([[one.loss for one in place] for place in places], weights, limit)
     if chosen is None:
-        least = sum(min(row) for row in _bytes(table, count))
+        least = sum(min(row) for row in weights)
         raise PlanError(
             f"budget {human_bytes(limit)} is below what the smallest options hold: allowed are {human_bytes(least)} "
             f"({int(least)} bytes) or more, of {human_bytes(default_bytes(table))} in the default cache"
@@ -64,24 +77,33 @@ def within_bytes(table: Table, limit: float, count: Count = "held", name: str = 
     return planned(table, _picked(table, chosen), name)
 
 
-def within_loss(table: Table, limit: float, count: Count = "held", name: str = "planned") -> Planned:
+def within_loss(
+    table: Table, limit: float, count: Count = "held", name: str = "planned", heads: bool = False
+) -> Planned:
     """The plan of fewest bytes whose layers' losses add up to no more than ``limit`` nats per token.
+
+    Parameters
+    ----------
+    table, count, name, heads : as for :func:`within_bytes`.
+    limit : nats per token.
 
     Raises
     ------
     PlanError
-        If the exactest options lose more.
+        If the exactest options lose more, or heads were not measured.
     """
-    chosen = choose(_bytes(table, count), _losses(table), limit)
+    places = _places(table, heads)
+    costs = [[one.loss for one in place] for place in places]
+    chosen = choose([[one.bytes_of(count) for one in place] for place in places], costs, limit)
     if chosen is None:
-        least = sum(min(row) for row in _losses(table))
+        least = sum(min(row) for row in costs)
         raise PlanError(f"loss {limit:g} is below what the exactest options lose: allowed are {least:.2g} or more")
     return planned(table, _picked(table, chosen), name)
 
 
 def uniform(table: Table, name: str) -> Planned:
     """The plan that keeps every layer by one option of the table."""
-    return planned(table, dict.fromkeys(table.layers, name), name)
+    return planned(table, dict.fromkeys(table.layers, (name,)), name)
 
 
 def labelled(table: Table, top: str, tau: float = TAU) -> Planned:
@@ -95,21 +117,21 @@ def labelled(table: Table, top: str, tau: float = TAU) -> Planned:
     """
     dense = {number: layer.mean_density > tau for number, layer in table.layers.items()}
     return planned(
-        table, {number: CHANNEL if is_dense else top for number, is_dense in dense.items()}, "TailorKV labels"
+        table, {number: (CHANNEL if is_dense else top,) for number, is_dense in dense.items()}, "TailorKV labels"
     )
 
 
-def planned(table: Table, choice: dict[int, str], name: str) -> Planned:
+def planned(table: Table, choice: dict[int, Names], name: str) -> Planned:
     """A plan from a choice of options, with what the table says of it.
 
     Parameters
     ----------
     table : holds them.
-    choice : option by layer.
+    choice : by layer, one option, or one for each KV head.
     name : of the plan.
     """
-    found = [table.layers[number].options[one] for number, one in choice.items()]
-    plan = plan_of({number: table.options[one] for number, one in choice.items()}, name)
+    found = [table.layers[number].kept_as(names) for number, names in choice.items()]
+    plan = plan_of({number: [table.options[one] for one in names] for number, names in choice.items()}, name)
     return Planned(
         plan=plan.model_copy(update={"made_for": MadeFor(**table.made_for)}),
         choice=choice,
@@ -203,18 +225,18 @@ def with_measurements(table: Table, one: Planned, settings: dict[str, Any]) -> P
         "bytes_held": one.bytes_held,
         "bytes_fast": one.bytes_fast,
         "bytes_default": default_bytes(table),
-        "layers": {str(number): _of_layer(table, number, name) for number, name in one.choice.items()},
+        "layers": {str(number): _of_layer(table, number, names) for number, names in one.choice.items()},
     }
     return one.plan.model_copy(update={"measured": measured})
 
 
-def _of_layer(table: Table, number: int, name: str) -> dict[str, Any]:
+def _of_layer(table: Table, number: int, names: Names) -> dict[str, Any]:
     layer = table.layers[number]
-    found = layer.options[name]
+    found = layer.kept_as(names)
     return {
         "density": _rounded(layer.mean_density),
         "label": layer.label,
-        "option": name,
+        "option": in_words(names),
         "error": _rounded(found.error),
         "error_of_heads": [_rounded(error) for error in found.errors],
         "loss": _rounded(found.loss),
@@ -227,18 +249,27 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _losses(table: Table) -> list[list[float]]:
-    return [[one.loss for one in layer.options.values()] for layer in table.layers.values()]
+def in_words(names: Names) -> str:
+    """A choice for people: "int4", or "int4 | full | codes:10%" head by head."""
+    return " | ".join(names)
 
 
-def _bytes(table: Table, count: Count) -> list[list[float]]:
-    def of(one: Measurement) -> int:
-        return one.bytes_held if count == "held" else one.bytes_fast
+def _places(table: Table, heads: bool) -> list[list[Measurement]]:
+    """Every option of each layer, or of each KV head of each layer."""
+    layers = table.layers.values()
+    if not heads:
+        return [list(layer.options.values()) for layer in layers]
+    count = table.made_for["kv_heads"]
+    if any(len(one.head_losses) != count for layer in layers for one in layer.options.values()):
+        raise PlanError("what single heads lose was not measured: calibrate with heads, or choose whole layers")
+    return [[one.of_head(head, count) for one in layer.options.values()] for layer in layers for head in range(count)]
 
-    return [[of(one) for one in layer.options.values()] for layer in table.layers.values()]
 
-
-def _picked(table: Table, chosen: Sequence[int]) -> dict[int, str]:
-    return {
-        number: list(layer.options)[place] for (number, layer), place in zip(table.layers.items(), chosen, strict=True)
-    }
+def _picked(table: Table, chosen: Sequence[int]) -> dict[int, Names]:
+    """The names chosen for each layer, once where its heads are kept alike."""
+    share = len(chosen) // len(table.layers)
+    found = {}
+    for place, (number, layer) in enumerate(table.layers.items()):
+        names = tuple(list(layer.options)[one] for one in chosen[place * share : (place + 1) * share])
+        found[number] = names[:1] if len(set(names)) == 1 else names
+    return found

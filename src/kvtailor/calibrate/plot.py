@@ -66,9 +66,11 @@ def _heat(figure: Any, axes: Any, table: Table, one: Planned, title: str, value:
     image = axes.imshow(numbers, aspect="auto", cmap="viridis_r", norm=LogNorm(least, max(top, 2 * least)))
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set_title(f"{title} (circles: the plan's choice)", loc="left", fontsize=9)
-    chosen = [names.index(one.choice[number]) for number in table.layers]
+    chosen = [
+        (column, names.index(name)) for column, number in enumerate(table.layers) for name in set(one.choice[number])
+    ]
     axes.plot(
-        range(len(chosen)), chosen, color=CHOSEN, marker="o", markersize=6, fillstyle="none", markeredgewidth=1.6,
+        *zip(*chosen, strict=True), color=CHOSEN, marker="o", markersize=6, fillstyle="none", markeredgewidth=1.6,
         linestyle="none",
     )  # fmt: skip
     figure.colorbar(image, ax=axes, pad=0.01)

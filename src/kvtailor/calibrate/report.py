@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvtailor.calibrate.compare import Comparison
 from kvtailor.calibrate.density import TAU
-from kvtailor.calibrate.plans import Planned, default_bytes
+from kvtailor.calibrate.plans import Names, Planned, default_bytes, in_words
 from kvtailor.calibrate.table import LayerTable, Table
 from kvtailor.report import human_bytes
 
@@ -25,7 +25,7 @@ def as_markdown(table: Table, one: Planned, machine: str, comparison: Comparison
         f"# Plan for {made_for.get('name') or made_for['model']}",
         f"{summary(table, one)} {machine}, {made_for['date']}.",
         "## Layers",
-        markdown(LAYER_COLUMNS, [layer_row(table, number, name) for number, name in one.choice.items()]),
+        markdown(LAYER_COLUMNS, [layer_row(table, number, names) for number, names in one.choice.items()]),
         f"Density: attention that the strongest 5 % of the tokens leave uncovered; TailorKV's label (tau {TAU}). "
         "Error: distance of the attention output from the exact one over its length, mean over query heads (range over "
         "them). Loss: divergence of the next token's distribution when this layer alone is kept so.",
@@ -56,16 +56,16 @@ def summary(table: Table, one: Planned) -> str:
     )
 
 
-def layer_row(table: Table, number: int, name: str) -> tuple[str, ...]:
-    """One layer and its option, as cells under ``LAYER_COLUMNS``."""
+def layer_row(table: Table, number: int, names: Names) -> tuple[str, ...]:
+    """One layer and its option, or those of its heads, as cells under ``LAYER_COLUMNS``."""
     layer = table.layers[number]
-    found = layer.options[name]
+    found = layer.kept_as(names)
     heads = f"{100 * min(found.errors):.1f}-{100 * max(found.errors):.1f}"
     return (
         str(number),
         f"{layer.mean_density:.3f}",
         layer.label,
-        name,
+        in_words(names),
         f"{100 * found.error:.1f} ({heads})",
         f"{1000 * found.loss:.2f}",
         human_bytes(found.bytes_held),

@@ -37,6 +37,7 @@ def calibrate(
     tried: Sequence[Option] | None = None,
     *,
     held_out: int = HELD_OUT,
+    heads: bool = False,
     notes: Path | None = None,
     name: str | None = None,
     progress: Progress = lambda words: None,
@@ -52,6 +53,7 @@ def calibrate(
     texts : ids (1, n) each.
     tried : options; default: those of ``options()``.
     held_out : tokens at the end of each text.
+    heads : whether to measure what each KV head alone loses too, which a choice head by head needs.
     notes : a folder for measurements as they come, from which a later call with the same model and texts goes on.
     name : what was loaded, for the plan's ``made_for``.
     progress : called with a few words before each layer of each text.
@@ -81,7 +83,7 @@ def calibrate(
     kept = Notes.open(notes, key)
     numbers = tailored_layers(model)
     for place, ids in enumerate(texts):
-        _measure_text(model, ids, held_out, numbers, chosen, kept, str(place), progress)
+        _measure_text(model, ids, held_out, heads, numbers, chosen, kept, str(place), progress)
     layers = {n: mean_of([kept.layers[f"{place}/{n}"] for place in range(len(texts))]) for n in numbers}
     wanted = [one.name for one in chosen]
     return Table(
@@ -100,6 +102,7 @@ def _measure_text(
     model: PreTrainedModel,
     ids: torch.Tensor,
     held_out: int,
+    heads: bool,
     numbers: Sequence[int],
     chosen: Sequence[Option],
     kept: Notes,
@@ -110,16 +113,16 @@ def _measure_text(
     for number in numbers:
         place = f"{text}/{number}"
         progress(f"layer {number}")
-        known = kept.known(place, chosen)
+        known = kept.known(place, chosen, heads)
         missing = [one for one in chosen if one.name not in known]
         if not missing:
             continue
         seen = seen or capture(model, ids, held_out)
-        kept.add(place, layer_density(seen, number), measure_layer(model, seen, number, missing))
+        kept.add(place, layer_density(seen, number), measure_layer(model, seen, number, missing, heads))
 
 
 def measure_layer(
-    model: PreTrainedModel, seen: Capture, number: int, tried: Sequence[Option]
+    model: PreTrainedModel, seen: Capture, number: int, tried: Sequence[Option], heads: bool = False
 ) -> dict[Option, Measurement]:
     """Measure options in one layer.
 
@@ -128,14 +131,41 @@ def measure_layer(
     model, seen : the model, and what it saw of a text.
     number : the layer.
     tried : options.
+    heads : whether to measure each KV head alone too.
     """
     exact = held_out_attention(seen.layers[number], seen.held_out)
     stepped = [step_through(model, seen, number, one.entry) for one in tried]
     outputs = torch.stack([one.outputs.to(exact.device) for one in stepped])
+    count = seen.layers[number].keys.shape[1] if heads else 0
+    alone = by_head(outputs, exact, count)  # (options * KV heads, held_out, Hq, Dv)
+    found = losses(model, seen, number, torch.cat([outputs, alone]))
     return {
-        one: Measurement(errors(found, exact), loss, held.bytes_held, held.bytes_fast)
-        for one, held, found, loss in zip(tried, stepped, outputs, losses(model, seen, number, outputs), strict=True)
+        one: Measurement(
+            errors=errors(outputs[place], exact),
+            loss=found[place],
+            bytes_held=stepped[place].bytes_held,
+            bytes_fast=stepped[place].bytes_fast,
+            head_losses=found[len(tried) + place * count :][:count],
+        )
+        for place, one in enumerate(tried)
     }
+
+
+def by_head(outputs: torch.Tensor, exact: torch.Tensor, heads: int) -> torch.Tensor:
+    """Outputs of which all but one KV head's are exact, head by head, (B * heads, held_out, Hq, Dv).
+
+    Parameters
+    ----------
+    outputs : (B, held_out, Hq, Dv).
+    exact : (held_out, Hq, Dv).
+    heads : KV heads; 0 for none.
+    """
+    group = exact.shape[1] // max(1, heads)
+    alone = exact.expand(len(outputs), heads, *exact.shape).clone()
+    for head in range(heads):
+        own = slice(head * group, (head + 1) * group)
+        alone[:, head, :, own] = outputs[:, :, own]
+    return alone.flatten(0, 1)
 
 
 def layer_density(seen: Capture, number: int) -> list[float]:

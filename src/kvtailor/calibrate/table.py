@@ -25,17 +25,38 @@ class Measurement:
     errors : by query head, distance of the attention output from the exact one over its length, mean over tokens.
     loss : divergence of the next token's distribution when this layer alone is kept so, nats per token.
     bytes_held, bytes_fast : of the layer in memory, and without what lives in slow host memory.
+    head_losses : by KV head, the same loss when that head alone is kept so; empty where heads were not measured.
     """
 
     errors: list[float]
     loss: float
     bytes_held: int
     bytes_fast: int
+    head_losses: list[float] = field(default_factory=list)
 
     @property
     def error(self) -> float:
         """Mean over query heads."""
         return fmean(self.errors)
+
+    def bytes_of(self, count: str) -> int:
+        """Bytes that count: "held", or "fast"."""
+        return self.bytes_held if count == "held" else self.bytes_fast
+
+    def of_head(self, head: int, heads: int) -> Measurement:
+        """One KV head's part: its query heads' errors, its share of the bytes, and of the loss as heads alone lose.
+
+        Parameters
+        ----------
+        head, heads : which of how many KV heads.
+        """
+        group, total = len(self.errors) // heads, sum(self.head_losses)
+        return Measurement(
+            errors=self.errors[head * group : (head + 1) * group],
+            loss=self.loss * self.head_losses[head] / total if total else self.loss / heads,
+            bytes_held=self.bytes_held // heads,
+            bytes_fast=self.bytes_fast // heads,
+        )
 
 
 @dataclass(frozen=True)
@@ -50,6 +71,23 @@ class LayerTable:
 
     density: list[float]
     options: dict[str, Measurement]
+
+    def kept_as(self, names: Sequence[str]) -> Measurement:
+        """The layer kept by one option, or by one for each KV head.
+
+        Parameters
+        ----------
+        names : one option, or as many as there are KV heads.
+        """
+        if len(names) == 1:
+            return self.options[names[0]]
+        parts = [self.options[name].of_head(head, len(names)) for head, name in enumerate(names)]
+        return Measurement(
+            errors=[error for part in parts for error in part.errors],
+            loss=sum(part.loss for part in parts),
+            bytes_held=sum(part.bytes_held for part in parts),
+            bytes_fast=sum(part.bytes_fast for part in parts),
+        )
 
     @property
     def mean_density(self) -> float:
@@ -123,6 +161,7 @@ def _mean(found: Sequence[Measurement]) -> Measurement:
         loss=fmean(one.loss for one in found),
         bytes_held=round(fmean(one.bytes_held for one in found)),
         bytes_fast=round(fmean(one.bytes_fast for one in found)),
+        head_losses=[fmean(heads) for heads in zip(*(one.head_losses for one in found), strict=False)],
     )
 
 
@@ -178,10 +217,11 @@ class Notes:
                 f"{path} is no file of measurements for this model and text: remove it, or choose another folder"
             ) from None
 
-    def known(self, place: str, options: Sequence[Option]) -> set[str]:
-        """Names of options that were measured at a place, as they are now."""
+    def known(self, place: str, options: Sequence[Option], heads: bool = False) -> set[str]:
+        """Names of options that were measured at a place, as they are now; with ``heads``, head by head too."""
         measured = self.layers[place].options if place in self.layers else {}
-        return {one.name for one in options if one.name in measured and self.entries.get(one.name) == _entry(one)}
+        same = {one.name for one in options if one.name in measured and self.entries.get(one.name) == _entry(one)}
+        return {name for name in same if measured[name].head_losses or not heads}
 
     def add(self, place: str, density: list[float], found: dict[Option, Measurement]) -> None:
         """Take in what was measured of one layer on one text, and write everything, whole or not at all."""

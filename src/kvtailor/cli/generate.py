@@ -131,11 +131,13 @@ def renumbers(plan: Plan, config: Any) -> bool:
     """Whether every tailored layer gives the tokens it keeps positions of its own."""
     from kvtailor import _compat
 
-    stock = _compat.stock_layers(_compat.decoder_config(config))
+    decoder = _compat.decoder_config(config)
+    stock = _compat.stock_layers(decoder)
     keeps = [
-        plan.layer(number, len(stock)).keep
+        entry.keep
         for number, (layer_type, layer) in enumerate(stock)
         if _compat.is_plain_attention(layer_type, layer)
+        for _, entry in plan.parts(number, len(stock), "self", _compat.kv_heads(decoder))
     ]
     return bool(keeps) and all(
         keep.policy == "streaming" and keep.options.get("positions", "renumbered") == "renumbered" for keep in keeps

@@ -59,6 +59,9 @@ def plan(
         int | None,
         typer.Option(parser=count, metavar="N", help="Count bytes for a prompt of N tokens; default: as calibrated."),
     ] = None,
+    heads: Annotated[
+        bool, typer.Option("--heads", help="Let each KV head be kept in its own way; measures each alone too.")
+    ] = False,
     option: Annotated[
         list[str] | None,
         typer.Option(help="A way to keep a layer that is tried, instead of the usual ones; may be repeated."),
@@ -96,11 +99,20 @@ def plan(
         if compare:
             check_apart(loaded, texts)
         with bar(len(texts) * len(tailored_layers(loaded.model))) as step:
-            table = calibrate(loaded.model, texts, tried, held_out=held_out, notes=out, name=loaded.name, progress=step)
-        comparison = compared(loaded, table, tokens, held_out, counts) if compare else None
+            table = calibrate(
+                loaded.model,
+                texts,
+                tried,
+                held_out=held_out,
+                heads=heads,
+                notes=out,
+                name=loaded.name,
+                progress=step,
+            )
+        comparison = compared(loaded, table, tokens, held_out, counts, heads) if compare else None
         if context is not None:
             table = at_length(table, loaded.model.config, context)
-        chosen = choose(table, limit, loss, counts)
+        chosen = choose(table, limit, loss, counts, heads)
         asked: dict[str, Any] = {"budget": str(limit)} if loss is None else {"loss": loss}
         asked |= {"count": counts} | ({} if context is None else {"context": context})
         files = write(table, chosen, comparison, out, asked)
@@ -142,14 +154,14 @@ def ids_of(loaded: Loaded, source: Path | str, most: int) -> torch.Tensor:
     return ids[:, :most]
 
 
-def choose(table: Table, budget: Budget, loss: float | None, counts: Count) -> Planned:
+def choose(table: Table, budget: Budget, loss: float | None, counts: Count, heads: bool) -> Planned:
     """The plan within a loss where one is given, else within a budget."""
     from kvtailor.calibrate.plans import bytes_of, within_bytes, within_loss
 
     name = f"planned for {table.made_for['name']}"
     if loss is not None:
-        return within_loss(table, loss, counts, name)
-    return within_bytes(table, bytes_of(budget, table), counts, name)
+        return within_loss(table, loss, counts, name, heads)
+    return within_bytes(table, bytes_of(budget, table), counts, name, heads)
 
 
 def check_apart(loaded: Loaded, texts: Sequence[torch.Tensor]) -> None:
@@ -166,14 +178,14 @@ def check_apart(loaded: Loaded, texts: Sequence[torch.Tensor]) -> None:
                 )
 
 
-def compared(loaded: Loaded, table: Table, tokens: int, held_out: int, counts: Count) -> Comparison:
+def compared(loaded: Loaded, table: Table, tokens: int, held_out: int, counts: Count, heads: bool) -> Comparison:
     """The planner beside other plans, on texts that ship and were not calibrated on."""
     from kvtailor.calibrate.capture import capture
     from kvtailor.calibrate.compare import compare, rivals
 
     seen = [capture(loaded.model, ids_of(loaded, topic, tokens + held_out), held_out) for topic in COMPARED_ON]
     with bar(len(rivals(table, counts))) as step:
-        return compare(loaded.model, table, seen, counts, step)
+        return compare(loaded.model, table, seen, counts, heads, step)
 
 
 def write(

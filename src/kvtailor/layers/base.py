@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +132,11 @@ class TailoredLayer(DynamicLayer):
         self.step.recording = True
 
     @property
+    def in_words(self) -> str:
+        """How the layer is kept, for people."""
+        return self.plan.in_words
+
+    @property
     def prefix_pure(self) -> bool:
         """Whether what is held depends on nothing but the tokens before it."""
         return True
@@ -215,12 +221,21 @@ class TailoredLayer(DynamicLayer):
             If the layer must see attention to know what to hold.
         """
         raise CacheError(
-            f"{self.place} is kept as {self.plan.in_words}, which must see the attention that its tokens get: "
+            f"{self.place} is kept as {self.in_words}, which must see the attention that its tokens get: "
             "run the prompt through the model"
         )
 
     def prepare(self) -> None:
         """Do what was put off, before the next pass or crop."""
+
+    def read_ahead(self, executor: ThreadPoolExecutor, ask: Callable[[], torch.Tensor | None]) -> None:
+        """Begin to read what the next step is thought to need, where reading is slow; most layers need not.
+
+        Parameters
+        ----------
+        executor : the thread that reads.
+        ask : gives a guess at the step's query, (B, Hq, 1, D), or None.
+        """
 
     @abstractmethod
     def forget(self, count: int) -> None:
