@@ -4,6 +4,9 @@
 
 One layer of Llama 3.1 8B (32 query heads, 8 heads of keys and values of 128 channels) decodes one token. Each time is
 the median of replays of a CUDA graph that works through copies of the data, more of them than the L2 cache holds.
+
+Last, tokens that each query head chose are brought from host memory, by the kernel that reads page-locked memory and by
+gathering on the CPU and copying. These times are by the clock on the wall, from a GPU at rest to a GPU at rest.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -24,6 +28,7 @@ from torch.nn import functional
 
 from kvtailor.formats import Packed, PackedFormat
 from kvtailor.kernels import reference
+from kvtailor.layers.pinned import PinnedPool
 from kvtailor.quantize.pack import pack as pack_in_torch
 
 HEADS, GROUP, DIM = 8, 4, 128
@@ -33,7 +38,7 @@ BITS = (8, 4, 3, 2, 1)
 CHECKED_TOKENS, CHOSEN = 4096 + 128, 512
 CACHE_BYTES = 256 * 2**20
 REPLAYS = 15
-ALLOWED = {"attend": 1e-3, "scores": 1e-4, "gather": 1e-3, "merge": 1e-5, "pack": 1e-5}
+ALLOWED = {"attend": 1e-3, "scores": 1e-4, "gather": 1e-3, "merge": 1e-5, "pack": 1e-5, "rows": 0.0}
 """Greatest error of each kernel, of the largest number of its result; of packing, beyond that of packing in PyTorch."""
 
 KIVI, ROTATED = "per channel / per token", "rotated, per token"
@@ -116,6 +121,66 @@ def checks(device: str, tokens: int = CHECKED_TOKENS) -> Iterator[Check]:
     outs, lses = torch.randn(9, HEADS, GROUP, DIM, device=device), torch.randn(9, HEADS, GROUP, device=device)
     exact = (lses.double().softmax(0).unsqueeze(-1) * outs.double()).sum(0)
     yield Check("merge", "float32", error(kernels.merge(outs, lses)[0], exact), ALLOWED["merge"])
+
+
+def row_checks(device: str, tokens: int = CHECKED_TOKENS) -> Iterator[Check]:
+    """Errors of the kernel that reads rows from host memory: it copies, so there is none."""
+    index = torch.randint(0, tokens, (HEADS * GROUP, CHOSEN), device=device)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        rows = torch.randn(tokens, HEADS, 2 * DIM).to(dtype)
+        found = torch.cat(by_kernel(in_chunks(rows, device), index), dim=-1)
+        exact = by_cpu(rows, index).double()
+        yield Check("rows", str(dtype).removeprefix("torch."), error(found, exact), ALLOWED["rows"])
+
+
+def in_chunks(rows: Tensor, device: str) -> PinnedPool:
+    """Rows (tokens, HEADS, 2 * DIM) in host memory that the device reads."""
+    pool = PinnedPool(HEADS, 2 * DIM, rows.dtype, torch.device(device))
+    pool.append(rows)
+    return pool
+
+
+def heads_of(index: Tensor) -> Tensor:
+    """The KV head of each set of tokens, as often as the set has tokens."""
+    return torch.arange(HEADS, device=index.device).repeat_interleave(GROUP)[:, None].expand_as(index)
+
+
+def by_kernel(pool: PinnedPool, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of chosen tokens, read by the GPU where they lie."""
+    from kvtailor.kernels.triton.gather_rows import gather_rows
+
+    return gather_rows(pool.chunks, pool.addresses, DIM, heads_of(index), index, check_index=False)
+
+
+def by_cpu(rows: Tensor, index: Tensor) -> Tensor:
+    """The same, gathered by the CPU into page-locked memory, side by side, and copied."""
+    numbers = (index * HEADS + heads_of(index)).cpu().flatten()
+    staged = torch.empty(len(numbers), 2 * DIM, dtype=rows.dtype, pin_memory=index.is_cuda)
+    torch.index_select(rows.view(-1, 2 * DIM), 0, numbers, out=staged)
+    return staged.to(index.device, non_blocking=True).view(*index.shape, -1)
+
+
+def row_times(tokens: int, device: str, timer: Callable[[Callable[[], Any]], float]) -> Iterator[Time]:
+    """Times of bringing chosen tokens from host memory."""
+    rows = torch.empty(tokens, HEADS, 2 * DIM, dtype=torch.bfloat16).normal_()
+    pool = in_chunks(rows, device)
+    index = torch.randint(0, tokens, (HEADS * GROUP, CHOSEN), device=device)
+    read_bytes = index.numel() * 2 * DIM * rows.itemsize
+    form = f"bf16, {HEADS * GROUP} x {CHOSEN} rows"
+    yield Time("host kernel", form, tokens, timer(lambda: by_kernel(pool, index)), read_bytes)
+    yield Time("host copy", form, tokens, timer(lambda: by_cpu(rows, index)), read_bytes)
+
+
+def wall_milliseconds(call: Callable[[], Any]) -> float:
+    """Time of a call by the clock on the wall, the GPU being at rest before and after."""
+    times = []
+    for _ in range(REPLAYS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[2:])
 
 
 def packing_error(found: Packed, x: Tensor) -> float:
@@ -248,9 +313,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     torch.manual_seed(0)
     with torch.no_grad():
-        checked = list(checks("cuda"))
+        checked = [*checks("cuda"), *row_checks("cuda")]
         print_checks(checked)
         timed = [row for tokens in chosen.tokens or TOKENS for row in times(tokens, "cuda", milliseconds)]
+        timed += [row for tokens in chosen.tokens or TOKENS for row in row_times(tokens, "cuda", wall_milliseconds)]
     print_times(timed)
     import triton
 

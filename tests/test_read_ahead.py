@@ -5,6 +5,11 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +17,9 @@ import torch
 import kvtailor
 from kvtailor.attention import attention_modules
 from kvtailor.errors import StoreError
+from kvtailor.layers.ahead import ReadingAhead, completed
 from kvtailor.layers.far import FarTokens
+from kvtailor.layers.side_stream import side_stream
 from kvtailor.prediction import query_of
 from zoo import ZOO, kv_cache, text
 
@@ -161,3 +168,139 @@ def test_a_layer_asked_with_its_own_input_makes_its_own_query(name):
             layer.attend = watched
         model(**text(20), past_key_values=cache)
     assert made and all(torch.equal(asked[index], query) for index, query in made.items())
+
+
+# Streams: a stand-in for those of a GPU, which notes what it is asked for, by whom and in which order
+
+
+class FakeCuda:
+    """The part of torch.cuda that orders streams; the compute stream is the one that is current everywhere at first."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.events = 0
+        self.compute, self.side = FakeStream(self, "compute"), FakeStream(self, "side")
+        self._current = threading.local()
+
+    def note(self, *what: str) -> None:
+        thread = "reader" if threading.current_thread().name.startswith("kvtailor-read") else "main"
+        self.log.append((thread, *what))
+
+    def of(self, thread: str) -> list[tuple[str, ...]]:
+        return [tuple(what) for who, *what in self.log if who == thread]
+
+    def current_stream(self, device: torch.device | None = None) -> FakeStream:
+        return getattr(self._current, "stream", self.compute)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._current.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def Event(self) -> FakeEvent:
+        self.events += 1
+        return FakeEvent(self, f"event {self.events}")
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def record(self, stream: FakeStream) -> None:
+        self.cuda.note("record", self.name, stream.name)
+
+
+class FakeStream:
+    device = torch.device("cpu")
+
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def record_event(self) -> FakeEvent:
+        event = self.cuda.Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.cuda.note("wait", event.name, self.name)
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> FakeCuda:
+    """What reading ahead asks of streams, of reads, of tensors that change hands, and of steps that take rows."""
+    fake, rows = FakeCuda(), FarTokens.rows
+    monkeypatch.setattr("kvtailor.layers.side_stream.torch", SimpleNamespace(cuda=fake))
+    monkeypatch.setattr("kvtailor.read_ahead.side_stream", lambda device: fake.side)
+
+    def noted_rows(self, *arguments):
+        fake.note("read", fake.current_stream().name)
+        return rows(self, *arguments)
+
+    def noted_completed(far, index, staged, stats):
+        for tensor in staged.tensors if staged else ():
+            fake.note("use", str(id(tensor)), fake.current_stream().name)
+        return completed(far, index, staged, stats)
+
+    monkeypatch.setattr(FarTokens, "rows", noted_rows)
+    monkeypatch.setattr("kvtailor.layers.retrieving.completed", noted_completed)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, stream: fake.note("keep", str(id(self)), stream.name)
+    )
+    return fake
+
+
+def test_a_stream_of_its_own_reads_after_what_was_asked_before_and_ahead_of_what_uses_it(monkeypatch, cuda):
+    """Layers 1 and 2 of three, two sequences: each a wait before the reads, and one before the use of what was read."""
+    model = ZOO["llama"].build()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtailor.read_ahead.side_stream", lambda device: None)
+        expected, _ = answers(model, ahead=True)
+    assert {what for _, what, *_ in cuda.log} == {"read", "use"}  # on the CPU no stream is asked for anything
+    cuda.log.clear()
+    found, _ = answers(model, ahead=True)
+    assert torch.equal(found, expected)
+    read, events = ("read", "side"), [f"event {number + 1}" for number in range(4 * STEPS)]
+    reader, main = cuda.of("reader"), [what for what in cuda.of("main") if what[0] != "read"]
+    for ready, done in zip(events[::2], events[1::2], strict=True):
+        assert reader[:4] == [("wait", ready, "side"), read, read, ("record", done, "side")]
+        del reader[:4]
+        waited = main.index(("wait", done, "compute"))
+        assert main.index(("record", ready, "compute")) < waited
+        kept, used = main[waited + 1 : waited + 7], main[waited + 7 : waited + 13]
+        assert kept == [("keep", *rest) for _, *rest in used] and {what for what, *_ in used} == {"use"}
+        assert {stream for *_, stream in kept} == {"compute"} and len({name for _, name, _ in kept}) == 6
+        both = [cuda.log.index(("reader", "record", done, "side")), cuda.log.index(("main", "wait", done, "compute"))]
+        assert both == sorted(both)
+    assert reader == []
+
+
+def test_a_read_that_fails_in_a_stream_is_waited_for_before_the_error(monkeypatch, cuda):
+    model, step = ZOO["llama"].build(), torch.tensor([[5], [6]])
+    with kvtailor.attach(model, plan(ahead=True)):
+        cache = kv_cache(model(**text(300), use_cache=True))
+
+        def fails(self, *arguments):
+            raise StoreError("a cache file cannot be read: Input/output error")
+
+        monkeypatch.setattr("kvtailor.layers.retrieving.read", fails)
+        with pytest.raises(StoreError, match="Input/output error"):
+            model(step, past_key_values=cache)
+    assert cuda.of("reader")[:2] == [("wait", "event 1", "side"), ("record", "event 2", "side")]
+    main = [what for what in cuda.of("main") if what[0] != "read"]
+    assert ("wait", "event 2", "compute") in main and not {"keep", "use"} & {what for what, *_ in main}
+
+
+def test_what_a_guess_reads_lives_until_the_step_has_waited_for_it():
+    """The other thread may be through with it long before a GPU is."""
+    hidden, ahead = torch.zeros(1), ReadingAhead()
+    alive = weakref.ref(hidden)
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        ahead.begin(executor, lambda hidden=hidden: [None] * len(hidden), side_stream(torch.device("cpu")))
+        del hidden
+        wait([ahead._pending[0]])
+        executor.submit(int).result()  # the thread holds its last job no longer
+        assert alive() is not None
+        assert ahead.take() == [None] and alive() is None

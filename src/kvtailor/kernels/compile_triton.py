@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from kvtailor.formats import BITS, Packed, PackedFormat, default_group
 from kvtailor.kernels.triton.attend import attend_launch
+from kvtailor.kernels.triton.gather_rows import gather_rows_launch
 from kvtailor.kernels.triton.launch import Launch
 from kvtailor.kernels.triton.merge import merge_launch
 from kvtailor.kernels.triton.numbers import INTERPRETED
@@ -103,6 +104,7 @@ def launches() -> Iterator[Launch]:
     forms: list[Tensor | Packed] = [*_packed_forms(_DIM), *_dense_forms(_DIM)]
     yield from (scores_launch(_query(_DIM), keys)[0] for keys in forms)
     for dim in (80, _DIM, 256):
+        yield from (_gather_rows_launch(dim, keys.dtype) for keys in _dense_forms(dim))
         yield merge_launch(torch.empty(4, _HEADS, _ROWS, dim), torch.empty(4, _HEADS, _ROWS))[0]
         for bits in BITS if dim == _DIM else (3,):
             yield _pack_launch(PackedFormat(bits, "token", default_group(dim), "minmax", True), dim, torch.bfloat16)
@@ -132,6 +134,11 @@ def _attend_launches() -> Iterator[Launch]:
 def _attend_launch(keys: Tensor | Packed, values: Tensor | Packed, rows: int = _ROWS) -> Launch:
     dim = keys.shape[2] if isinstance(keys, Tensor) else keys.dim
     return attend_launch(_query(dim, rows), operand(keys), operand(values), 1.0)[0]
+
+
+def _gather_rows_launch(dim: int, dtype: torch.dtype) -> Launch:
+    index, addresses = torch.zeros(_HEADS, 64, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    return gather_rows_launch(torch.empty(_TOKENS, _HEADS, 2 * dim, dtype=dtype), addresses, dim, index, index)[0]
 
 
 def _pack_launch(fmt: PackedFormat, dim: int, dtype: torch.dtype) -> Launch:

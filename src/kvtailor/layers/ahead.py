@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
 
 from kvtailor.layers.far import FarTokens
+from kvtailor.layers.side_stream import Branch, branch
 from kvtailor.report import ReadStats
 
 
@@ -21,13 +22,18 @@ class Staged:
     ----------
     index : (S, k) int64, ascending: which tokens, for each set.
     keys, values : (S, k, D).
-    seconds : time that reading took.
+    seconds : time that reading took; where a GPU reads, that asking for it took.
     """
 
     index: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     seconds: float
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that was made."""
+        return self.index, self.keys, self.values
 
 
 @dataclass
@@ -40,20 +46,36 @@ class ReadingAhead:
     """
 
     stats: ReadStats = field(default_factory=ReadStats)
-    _pending: Future[list[Staged | None]] | None = None
+    _pending: tuple[Future[list[Staged | None]], Branch[list[Staged | None]]] | None = None
 
-    def begin(self, executor: ThreadPoolExecutor, guess: Callable[[], list[Staged | None]]) -> None:
-        """Let another thread find out what to read, and read it; a step before must have taken what it got."""
+    def begin(
+        self,
+        executor: ThreadPoolExecutor,
+        guess: Callable[[], list[Staged | None]],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Let another thread find out what to read, and read it; a step before must have taken what it got.
+
+        Parameters
+        ----------
+        executor : its thread.
+        guess : finds out and reads.
+        stream : where a GPU does so, from :func:`side_stream`.
+        """
         if self._pending is None:
-            self._pending = executor.submit(guess)
+            work = branch(guess, stream)
+            self._pending = executor.submit(work.run), work
 
     def take(self) -> list[Staged | None]:
         """What was read for each row, once it is there; raises what the reading raised. Nothing is kept."""
         if self._pending is None:
             return []
-        pending, self._pending = self._pending, None
+        (pending, work), self._pending = self._pending, None
         begin = time.perf_counter()
+        wait([pending])
+        work.join()  # also where it failed: until then nothing that the guess reads may be let go
         staged = pending.result()
+        work.hand_over(tensor for one in staged if one is not None for tensor in one.tensors)
         self.stats.waited_seconds += time.perf_counter() - begin
         self.stats.read_seconds += sum(one.seconds for one in staged if one is not None)
         return staged

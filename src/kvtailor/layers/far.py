@@ -31,7 +31,10 @@ class FarTokens:
         self.heads, self.dims, self.dtype, self.device = heads, dims, like.dtype, like.device
         self.index = index
         self.positions = torch.empty(0, dtype=torch.int32, device=like.device)
-        self.pool = Pool(heads * sum(dims) * like.element_size(), tier, folder)
+        self.pool = self._new_pool(tier, folder)
+
+    def _new_pool(self, tier: Tier, folder: str | Path | None) -> Pool:
+        return Pool(self.heads * sum(self.dims) * self.dtype.itemsize, tier, folder)
 
     @property
     def length(self) -> int:
@@ -54,8 +57,7 @@ class FarTokens:
             If they cannot be written.
         """
         before = self.length
-        token_major = torch.cat([keys, values], dim=-1).transpose(0, 1).contiguous().cpu()  # (n, Hkv, Dk + Dv)
-        self.pool.append(token_major.view(torch.uint8).flatten().numpy().data)
+        self._write(torch.cat([keys, values], dim=-1).transpose(0, 1).contiguous())
         try:
             self.index.append(keys, path)
         except BaseException:
@@ -63,18 +65,29 @@ class FarTokens:
             raise
         self.positions = torch.cat([self.positions, positions.int()])
 
+    def _write(self, token_major: torch.Tensor) -> None:
+        """Add tokens (n, Hkv, Dk + Dv) to the pool."""
+        self.pool.append(token_major.cpu().view(torch.uint8).flatten().numpy().data)
+
     def learn(self, path: str | None) -> None:
         """Make the index anew of all tokens, where it was made of a part of them."""
         if self.index.learned_too_early:
             fresh = self.index.emptied()
-            fresh.append(self.read()[0].to(self.device), path)
+            fresh.append(self.span(0, self.length)[0], path)
             self.index = fresh
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values where they lie, (Hkv, n, Dk) and (Hkv, n, Dv) on the CPU; StoreError if one is gone."""
-        numbers = torch.frombuffer(self.pool.read(), dtype=self.dtype)
-        tokens = numbers.view(self.length, self.heads, sum(self.dims)).transpose(0, 1)
-        return tokens[..., : self.dims[0]], tokens[..., self.dims[0] :]
+        keys, values = self._token_major().transpose(0, 1).split(self.dims, dim=-1)
+        return keys, values
+
+    def _token_major(self) -> torch.Tensor:
+        return torch.frombuffer(self.pool.read(), dtype=self.dtype).view(self.length, self.heads, sum(self.dims))
+
+    def span(self, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a run of tokens, (Hkv, n, Dk) and (Hkv, n, Dv) on the device."""
+        keys, values = (part[:, first:stop].to(self.device) for part in self.read())
+        return keys, values
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of chosen tokens, on the device.
@@ -102,15 +115,24 @@ class FarTokens:
         (..., Dk) and (..., Dv).
         """
         heads, tokens = heads.cpu(), tokens.cpu()
+        numbers = (tokens * self.heads + heads).flatten()  # of rows, counted token by token
+        # Page-locked memory is copied without a halt; PyTorch's allocator keeps it from others until the copy is done.
+        lock = self.device.type == "cuda"
+        staged = torch.empty(len(numbers), sum(self.dims), dtype=self.dtype, device="cpu", pin_memory=lock)
+        self._pick(numbers, staged)
+        found = staged.to(self.device, non_blocking=True).view(*tokens.shape, -1)
+        return found[..., : self.dims[0]], found[..., self.dims[0] :]
+
+    def _pick(self, numbers: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy rows of one token and head each, (m,), to host memory (m, Dk + Dv)."""
         if self.pool.tier == "disk":
-            self.pool.expect(_runs(tokens))
-        keys, values = (part[heads, tokens].to(self.device) for part in self.read())
-        return keys, values
+            self.pool.expect(_runs(numbers // self.heads))
+        torch.index_select(self._token_major().view(-1, sum(self.dims)), 0, numbers, out=out)
 
     def take_from(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Forget all tokens behind the first ``count``; gives those of a block that is cut: keys, values, positions."""
         whole = count // GROUP_TOKENS * GROUP_TOKENS
-        keys, values = (part[:, whole:count].to(self.device) for part in self.read())
+        keys, values = self.span(whole, count)
         rest = keys.clone(), values.clone(), self.positions[whole:count].clone()
         self.pool.drop_from(whole)
         self.index.drop_from(whole)
@@ -125,7 +147,7 @@ class FarTokens:
 
     def copy(self) -> FarTokens:
         """A store of its own with the same tokens."""
-        other = object.__new__(FarTokens)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.index, other.pool = self.index.copy(), self.pool.copy()
         return other
@@ -175,7 +197,7 @@ class FarRow(Row):
         """Everything."""
         yield from super().parts()
         if self.far.length:
-            keys, values = (part.to(self.far.device) for part in self.far.read())
+            keys, values = self.far.span(0, self.far.length)
             yield Part(slice(None), keys, values, self.far.positions.long())
 
     def handed_whole(self) -> native.Row:

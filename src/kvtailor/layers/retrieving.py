@@ -20,6 +20,7 @@ from kvtailor.layers.ahead import ReadingAhead, Staged, completed, read
 from kvtailor.layers.base import Place, Step, Stock
 from kvtailor.layers.call import Call
 from kvtailor.layers.far import FarRow, FarTokens
+from kvtailor.layers.pinned import PinnedTokens, serves
 from kvtailor.layers.row import Row
 from kvtailor.layers.whole import WholeLayer
 from kvtailor.plan import LayerPlan
@@ -51,7 +52,8 @@ class RetrievingLayer(WholeLayer):
         """An empty row with an empty index."""
         tier: Tier = "disk" if self.plan.tier == "disk" else "host"
         index = index_class(self.find.index).from_options(self.find.options)
-        far = FarTokens(self.heads, self.dims, key, index, tier, self.plan.folder)
+        kind = PinnedTokens if serves(tier, key.device) else FarTokens
+        far = kind(self.heads, self.dims, key, index, tier, self.plan.folder)
         return FarRow(key, value, self.path is not None, far)
 
     def make_room(self, count: int) -> None:
@@ -69,16 +71,22 @@ class RetrievingLayer(WholeLayer):
                 row.far.learn(self.path)
         self.prompt_ended = False
 
-    def read_ahead(self, executor: ThreadPoolExecutor, ask: Callable[[], torch.Tensor | None]) -> None:
+    def read_ahead(
+        self,
+        executor: ThreadPoolExecutor,
+        ask: Callable[[], torch.Tensor | None],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         """Let another thread read what the next step is thought to need.
 
         Parameters
         ----------
         executor : its thread.
         ask : gives a guess at the step's query, (B, Hq, 1, D), or None.
+        stream : where a GPU reads, from :func:`kvtailor.layers.side_stream.side_stream`.
         """
         if self.reads_ahead and any(row.far.length for row in self.rows):
-            self.ahead.begin(executor, partial(self._guess, ask))
+            self.ahead.begin(executor, partial(self._guess, ask), stream)
 
     @torch.no_grad()
     def _guess(self, ask: Callable[[], torch.Tensor | None]) -> list[Staged | None]:
