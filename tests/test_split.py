@@ -14,7 +14,7 @@ from kvtailor.errors import PlanError
 from kvtailor.estimate import estimate
 from kvtailor.layers.split import SplitLayer
 from kvtailor.plan import LayerPlan, Plan
-from zoo import ZOO, kv_cache, left_padded, text
+from zoo import ZOO, causal, kv_cache, left_padded, text
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -66,6 +66,17 @@ def test_each_head_gets_what_it_gets_where_all_heads_are_kept_so(first, second):
     found = stepped(layer, seen)
     torch.testing.assert_close(found[:, :3], expected[0].outputs[:, :3], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(found[:, 3:], expected[1].outputs[:, 3:], atol=2e-5, rtol=1e-4)
+
+
+def test_parts_of_different_sizes_are_filled_as_whole_layers_are():
+    """Three KV heads, two of which are kept alike."""
+    model = causal("LlamaConfig", "LlamaForCausalLM", num_key_value_heads=3).build()
+    seen = capture(model, text(220, rows=1)["input_ids"], held_out=3)
+    expected = [step_through(model, seen, 1, LayerPlan(**WAYS[way])) for way in ("int4", "fifo")]
+    with kvtailor.attach(model, split(INT4, FIFO, "1-2")) as attachment:
+        found = stepped(attachment.new_cache().layers[1], seen)
+    torch.testing.assert_close(found[:, :2], expected[0].outputs[:, :2], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(found[:, 2:], expected[1].outputs[:, 2:], atol=2e-5, rtol=1e-4)
 
 
 def stepped(layer, seen) -> torch.Tensor:

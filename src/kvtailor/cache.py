@@ -384,6 +384,7 @@ def _layer_report(number: int, layer: Any) -> LayerReport:
             bytes_default=layer.default_nbytes(),
             bytes_on_disk=layer.bytes_on_disk,
             reads=layer.reads,
+            kept_by_head=layer.kept_by_head,
         )
     held = {"stock": _tensor_bytes(layer)}
     seen = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0

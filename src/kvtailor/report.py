@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
@@ -66,6 +66,7 @@ class LayerReport:
     bytes_default : bytes that the default cache would hold.
     bytes_on_disk : bytes in files, not in memory.
     reads : what reading ahead was good for, in layers that do.
+    kept_by_head : tokens kept by each KV head, mean over sequences; empty where that is not known.
     """
 
     index: int
@@ -77,6 +78,7 @@ class LayerReport:
     bytes_default: int
     bytes_on_disk: int = 0
     reads: ReadStats | None = None
+    kept_by_head: list[float] = field(default_factory=list)
 
     @property
     def bytes_held(self) -> int:
@@ -165,6 +167,7 @@ class Report:
                     "kept_as": layer.kept_as,
                     "tokens_seen": layer.tokens_seen,
                     "tokens_kept": layer.tokens_kept,
+                    "kept_by_head": list(layer.kept_by_head),
                     "bytes_held": layer.bytes_held,
                     "bytes_default": layer.bytes_default,
                     "bytes_by_kind": dict(layer.bytes_by_kind),

@@ -89,7 +89,7 @@ def _exact(
 
 def _unread(module: nn.Module, query: Tensor, *rest: Any, **given: Any) -> tuple[Tensor, None]:
     """In place of a prompt's attention."""
-    return query, None
+    return query.transpose(1, 2), None
 
 
 def errors(found: Tensor, exact: Tensor) -> list[float]:

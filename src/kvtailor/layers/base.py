@@ -153,8 +153,14 @@ class TailoredLayer(DynamicLayer):
 
     @property
     @abstractmethod
+    def kept_by_head(self) -> list[float]:
+        """Tokens held by each KV head, mean over sequences; empty while nothing is held."""
+
+    @property
     def kept(self) -> float:
         """Tokens held per KV head and sequence, on average."""
+        heads = self.kept_by_head
+        return sum(heads) / len(heads) if heads else 0.0
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the storages held, by kind; a storage that rows share counts once."""

@@ -120,9 +120,9 @@ class FullLayer(TailoredLayer):
             yield from (("keys", self._keys), ("values", self._values))
 
     @property
-    def kept(self) -> float:
+    def kept_by_head(self) -> list[float]:
         """All tokens seen."""
-        return float(self.seen)
+        return [float(self.seen)] * (self._keys.shape[1] if self.is_initialized else 0)
 
     def default_nbytes(self) -> int:
         """Bytes of the tokens seen."""

@@ -352,10 +352,9 @@ class RowsLayer(TailoredLayer):
             yield "queries", self.unobserved.query
 
     @property
-    def kept(self) -> float:
-        """Tokens held per KV head and sequence, on average."""
-        lengths = [n for row in self.rows for n in row.lengths]
-        return sum(lengths) / len(lengths) if lengths else 0.0
+    def kept_by_head(self) -> list[float]:
+        """Tokens held by each KV head, mean over sequences."""
+        return [sum(lengths) / len(lengths) for lengths in zip(*(row.lengths for row in self.rows), strict=True)]
 
     def default_nbytes(self) -> int:
         """Bytes that the default cache would hold for the tokens seen."""

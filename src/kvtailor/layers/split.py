@@ -204,9 +204,14 @@ class SplitLayer(TailoredLayer):
         return reduce(add, told) if told else None
 
     @property
-    def kept(self) -> float:
-        """Tokens held per KV head and sequence, on average."""
-        return sum(len(heads) * layer.kept for heads, layer in self.parts) / self.heads
+    def kept_by_head(self) -> list[float]:
+        """Tokens held by each KV head, mean over sequences."""
+        found = {
+            head: kept
+            for heads, layer in self.parts
+            for head, kept in zip(heads, layer.kept_by_head, strict=bool(layer.kept_by_head))
+        }
+        return [found[head] for head in sorted(found)]
 
     def default_nbytes(self) -> int:
         """Bytes that the default cache would hold for the tokens seen."""
