@@ -25,3 +25,7 @@ class KernelError(KVTailorError):
 
 class StoreError(KVTailorError):
     """Slow memory could not hold, or no longer holds, what was written to it."""
+
+
+class EvaluationError(KVTailorError):
+    """A task, metric or result of an evaluation cannot be used."""

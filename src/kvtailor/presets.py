@@ -17,7 +17,7 @@ _PACKED: dict[str, dict[str, Any]] = {
     "kivi4": {"kind": "channel", "bits": 4, "levels": "minmax", "group": 32, "residual": 128, "exact": 0},
     "kivi2": {"kind": "channel", "bits": 2, "levels": "minmax", "group": 32, "residual": 128, "exact": 0},
 }
-_EVICTING = ("fifo", "lru", "random", "keynorm", "streaming", "h2o", "snapkv", "pyramidkv", "adakv")
+EVICTING = ("fifo", "lru", "random", "keynorm", "streaming", "h2o", "snapkv", "pyramidkv", "adakv")
 DEFAULT_BUDGET = "25%"
 
 _CODES = {"find": {"index": "codes", "options": {"bits": 2}}}
@@ -31,7 +31,7 @@ _RETRIEVING: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 }
 DEFAULT_TOP = "512"
 
-NAMES = ("full", *_PACKED, *_EVICTING, *_RETRIEVING)
+NAMES = ("full", *_PACKED, *EVICTING, *_RETRIEVING)
 
 
 def fields(name: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def fields(name: str) -> dict[str, Any]:
         raise PlanError(
             f"unknown preset {name!r}: allowed are {', '.join(NAMES)}, or a file that ends in .yaml or .json"
         )
-    if preset in _EVICTING:
+    if preset in EVICTING:
         keep = {"policy": preset, "budget": _budget(name, budget if colon else DEFAULT_BUDGET)}
         return {"name": name, "layers": [{"keep": keep}]}
     if preset in _RETRIEVING:

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvtailor.cli.bench import bench
+from kvtailor.cli.compare import compare
 from kvtailor.cli.demo import demo
 from kvtailor.cli.doctor import doctor
 from kvtailor.cli.failures import EXIT_CODES, report_failure
@@ -60,7 +61,7 @@ def commands(
         typer.echo(context.get_help())
 
 
-for command in (demo, generate, plan, bench, doctor, presets, schema):
+for command in (demo, generate, compare, plan, bench, doctor, presets, schema):
     app.command()(command)
 
 

@@ -1,0 +1,1 @@
+"""Tasks that show what a cache costs in quality, memory and time."""

@@ -1,0 +1,1 @@
+"""Tasks: what is asked of a model, a file for each family."""
