@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,16 @@ from kvtailor.calibrate.measure import errors, step_through
 from kvtailor.calibrate.options import plan_of
 from kvtailor.calibrate.planner import choose
 from kvtailor.calibrate.plans import at_length, default_bytes, labelled, read_budget, uniform, with_measurements
-from kvtailor.calibrate.replay import losses, replay
-from kvtailor.calibrate.table import Table
+from kvtailor.calibrate.plot import draw
+from kvtailor.calibrate.replay import divergence, log_probabilities, losses, replay
+from kvtailor.calibrate.table import LayerTable, Measurement, Table
 from kvtailor.cli.main import app
+from kvtailor.cli.plan import finite
 from kvtailor.errors import KVTailorError, ModelError, PlanError
+from kvtailor.indexes.pages import PagesIndex
 from kvtailor.models.text import paragraphs
 from kvtailor.plan import Plan
-from zoo import ZOO
+from zoo import ZOO, kv_cache
 
 HELD_OUT = 6
 TRIED = ("full", "int4", "int2", "channel2", "fifo:20%", "snapkv:50%", "codes:10%")
@@ -162,7 +166,7 @@ def test_the_loss_of_an_option_is_that_of_a_plan_for_its_layer_alone(llama, seen
 def test_bytes_are_those_that_a_cache_reports(llama, seen, kernels):
     for name in TRIED:
         stepped = [step_through(llama, seen, number, option(name).entry) for number in range(3)]
-        whole = evaluate(llama, [seen], plan_of(dict.fromkeys(range(3), [option(name)])))
+        whole = evaluate(llama, [seen], plan_of({number: [option(name)] for number in range(3)}))
         assert sum(one.bytes_held for one in stepped) == whole.bytes_held
         assert sum(one.bytes_fast for one in stepped) == whole.bytes_fast
         assert (whole.bytes_fast < whole.bytes_held) == (name == "codes:10%")
@@ -188,6 +192,66 @@ def test_the_default_cache_loses_nothing(llama, seen):
     assert row.loss == 0 and row.agreement == 1
     assert row.bytes_held == 3 * 2 * 300 * 2 * 16 * 4
     assert evaluate(llama, [seen], Plan()).loss == pytest.approx(0, abs=1e-9)
+
+
+def test_the_default_caches_bytes_are_what_transformers_holds_behind_windows():
+    model, ids = ZOO["gemma2"].build(), text(120)
+    held = kv_cache(model(input_ids=ids, use_cache=True)).layers
+    expected = sum(part.nbytes for layer in held for part in (layer.keys, layer.values))
+    assert default([capture(model, ids, 4)]).bytes_held == expected
+
+
+def test_a_distribution_that_is_none_lies_infinitely_far_from_the_exact_one():
+    exact = log_probabilities(torch.tensor([[0.0, 1.0, -math.inf], [0.0, 5.0, 1.0]]))
+    assert divergence(torch.tensor([[0.0, 1.0, -math.inf], [0.0, 5.0, 1.0]]), exact) == 0
+    for wrong in (math.nan, math.inf, -math.inf):
+        assert divergence(torch.tensor([[0.0, 1.0, 0.0], [0.0, wrong, 1.0]]), exact) == math.inf
+
+
+def test_a_model_whose_own_logits_are_not_finite_is_an_error():
+    model = tiny_llama()
+    model.lm_head.weight.data[3] = math.inf
+    with pytest.raises(KVTailorError, match="LlamaForCausalLM in float32 gives logits that are not finite numbers"):
+        calibrate(model, [text(60)], options(["int4"]), held_out=4)
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_an_option_that_gives_no_numbers_is_never_chosen(llama, monkeypatch, tmp_path, heads):
+    """Though it holds the fewest bytes."""
+    step = calibration.step_through
+
+    def broken(model: Any, seen: Capture, number: int, entry: Any) -> Any:
+        found = step(model, seen, number, entry)
+        if entry.form.bits != 2:
+            return found
+        outputs = found.outputs.clone()
+        outputs[:, :2] = math.nan  # of the first KV head
+        return replace(found, outputs=outputs, bytes_held=1, bytes_fast=1)
+
+    monkeypatch.setattr(calibration, "step_through", broken)
+    found = calibrate(llama, [text(300)], options(["int4", "int2"]), held_out=4, heads=heads, notes=tmp_path)
+    for layer in found.layers.values():
+        assert layer.options["int2"].loss == layer.options["int2"].error == math.inf
+        assert layer.options["int2"].head_losses == ([math.inf, pytest.approx(0, abs=0.1)] if heads else [])
+    for planned in (within_loss(found, 100.0, heads=heads), within_bytes(found, 1e9, heads=heads)):
+        assert math.isfinite(planned.loss)
+        assert {name for names in planned.choice.values() for name in names} <= {"full", "int4"}
+    with pytest.raises(PlanError, match="budget 2 B is below"):
+        within_bytes(found, 2, heads=heads)
+    assert draw(found, planned, tmp_path / "picture.png").stat().st_size > 10_000
+    (notes,) = tmp_path.glob("measured-*.json")
+    monkeypatch.setattr(calibration, "capture", None)
+    again = calibrate(llama, [text(300)], options(["int4", "int2"]), held_out=4, heads=heads, notes=tmp_path)
+    assert again.as_dict() == found.as_dict() and notes.exists()
+
+
+def test_a_layer_without_a_finite_loss_is_named(table):
+    layer = table.layers[1]
+    lost = {name: replace(one, loss=math.inf) for name, one in layer.options.items()}
+    broken = replace(table, layers={**table.layers, 1: replace(layer, options=lost)})
+    for choose_within in (within_bytes, within_loss):
+        with pytest.raises(PlanError, match=r"layer 1: none of full, int4, .* leaves the model logits that are finite"):
+            choose_within(broken, 1e9)
 
 
 def test_a_table_holds_every_option_of_every_layer(table):
@@ -232,6 +296,73 @@ def test_the_planner_finds_what_trying_everything_finds(rows, limit, scale):
     assert found is not None and tuple(found) in allowed
     best = min(sum(costs[n][place] for n, place in enumerate(way)) for way in allowed)
     assert sum(costs[n][place] for n, place in enumerate(found)) == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.lists(st.tuples(NUMBERS, st.floats(0, 1)), min_size=1, max_size=3), min_size=1, max_size=6),
+    picks=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+)
+def test_a_limit_that_a_choice_just_meets_is_met(rows, picks):
+    """Weights that are no whole numbers round differently in every order of adding."""
+    costs, weights = ([[float(pair[part]) for pair in row] for row in rows] for part in (0, 1))
+    places = [pick % len(row) for pick, row in zip(picks, rows, strict=False)]
+    for way in (places, [row.index(min(row)) for row in weights]):
+        limit = 0.0
+        for row, place in zip(weights, way, strict=True):
+            limit += row[place]
+        found = choose(costs, weights, limit)
+        assert found is not None
+        total = 0.0
+        for row, place in zip(weights, found, strict=True):
+            total += row[place]
+        assert total <= limit
+        assert sum(row[place] for row, place in zip(costs, found, strict=True)) <= sum(
+            row[place] for row, place in zip(costs, way, strict=True)
+        )
+
+
+def test_the_planner_passes_over_what_is_not_finite():
+    weights = [[3, 1], [2, 4]]
+    for wrong in (math.inf, math.nan):
+        assert choose([[wrong, 1.0], [0.5, 0.2]], weights, 100) == [1, 1]
+        assert choose([[0.1, 1.0], [0.5, 0.2]], [[3, wrong], [2, 4]], 5) == [0, 0]
+        assert choose([[wrong, wrong], [0.5, 0.2]], weights, 100) is None
+    assert choose([[0.0, 1.0], [0.5, 0.2]], weights, math.inf) == [0, 1]
+    assert choose([[0.0, 1.0], [0.5, 0.2]], weights, math.nan) is None
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), layers=st.integers(1, 30), heads=st.booleans())
+def test_the_least_loss_and_the_one_that_the_message_allows_are_met(seed, layers, heads):
+    source = torch.Generator().manual_seed(seed)
+
+    def measured(place: int) -> Measurement:
+        own = (torch.rand(2, generator=source) / 100).tolist()
+        return Measurement([0.1, 0.1], 0.8 * sum(own), 100 + place, 100 + place, own)
+
+    names = ("int4", "int2")
+    random = Table(
+        made_for={"model": "m", "layers": layers, "kv_heads": 2, "date": "2026-11-30"},
+        texts=["a"],
+        tokens=[10],
+        held_out=2,
+        dtype="float32",
+        layers={
+            number: LayerTable([0.1, 0.1], {name: measured(place) for place, name in enumerate(names)})
+            for number in range(layers)
+        },
+        options={name: option(name) for name in names},
+    )
+    if not heads:
+        least = sum(min(one.loss for one in layer.options.values()) for layer in random.layers.values())
+        within_loss(random, least)
+    with pytest.raises(PlanError) as caught:
+        within_loss(random, 0, heads=heads)
+    allowed = float(str(caught.value).split("allowed are ")[1].split(" or more")[0])
+    found = within_loss(random, allowed, heads=heads)
+    assert found.loss <= allowed * (1 + 1e-12)
+    assert within_loss(random, found.loss, heads=heads).bytes_held == found.bytes_held
 
 
 def test_the_planner_is_quick_where_there_are_many_layers():
@@ -413,7 +544,93 @@ def test_a_name_that_stands_for_another_plan_now_is_measured_again(llama, tmp_pa
     assert found[1] > 5 * found[0]
 
 
+def test_weights_that_differ_anywhere_have_measurements_of_their_own(tmp_path):
+    found = []
+    for change in (0.0, 0.5):
+        model = tiny_llama()
+        model.model.layers[1].self_attn.q_proj.weight.data[-1, -1] += change
+        calibrate(model, [text(120)], options(["int2"]), held_out=4, notes=tmp_path)
+        found.append(calibration.weights_hash(model))
+    assert found[0] != found[1] and len(list(tmp_path.iterdir())) == 2
+    assert found[0] == calibration.weights_hash(tiny_llama())
+
+
+def test_another_release_and_another_default_have_measurements_of_their_own(llama, tmp_path, monkeypatch):
+    def error() -> float:
+        table = calibrate(llama, [text(300)], options(["pages:10%"]), held_out=4, notes=tmp_path)
+        return table.layers[0].options["pages:10%"].error
+
+    first = error()
+    monkeypatch.setattr(PagesIndex.__init__, "__defaults__", (64,))
+    assert error() != first
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(calibration, "__version__", "0.0.1")
+    error()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+WRONG_NOTES: dict[str, Any] = {
+    "loss": ["x", None, math.nan, True],
+    "errors": [[], 5, ["x"], [0.1, 0.1]],
+    "bytes_held": ["1"],
+    "head_losses": [None, ["x"]],
+    "density": [[], 5, ["x"]],
+}
+
+
+def test_notes_that_hold_anything_but_numbers_are_named(llama, tmp_path):
+    def again() -> Table:
+        return calibrate(llama, [text(120)], options(["int4"]), held_out=4, notes=tmp_path)
+
+    before = again().as_dict()
+    (path,) = tmp_path.iterdir()
+    good = path.read_text()
+    for field, values in WRONG_NOTES.items():
+        for value in values:
+            data = json.loads(good)
+            layer = data["layers"]["0/0"]
+            (layer if field == "density" else layer["options"]["int4"])[field] = value
+            path.write_text(json.dumps(data))
+            with pytest.raises(KVTailorError, match="is no file of measurements"):
+                again()
+    path.write_text(good)
+    assert again().as_dict() == before
+
+
 # Wrong inputs.
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int4+snapkv:50%", "quest:64+int4", "snapkv:50%+codes:10%", "int8+int4", "snapkv:50%+full", "full+int4",
+        "snapkv:50%+h2o:25%", "channel2+int4", "snapkv:50%+tailor:64",
+    ],
+)  # fmt: skip
+def test_two_ways_that_do_not_go_together_are_refused(name):
+    with pytest.raises(PlanError, match=r"must be an eviction preset and .* a packed one|does not keep all layers"):
+        option(name)
+
+
+@pytest.mark.parametrize("name", ["snapkv:50%+int4", "h2o:25%+channel2", "fifo:500+kivi2"])
+def test_an_eviction_preset_and_a_packed_one_are_one_way(name):
+    first, second = name.split("+")
+    entry = option(name).entry
+    assert (entry.keep, entry.form) == (option(first).entry.keep, option(second).entry.form)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{prompt_share: 0.25}", "has prompt_share 0.25"),
+        ("{keep: {policy: h2o, budget: 25%, hard: true}}", "has hard budget 25%"),
+    ],
+)
+def test_ways_that_change_what_a_prompt_sees_are_not_measured(tmp_path, entry, said):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"layers: [{entry}]")
+    with pytest.raises(PlanError, match=said):
+        option(str(path))
 
 
 def test_wrong_inputs_are_named(llama, table, tmp_path):
@@ -435,8 +652,11 @@ def test_wrong_inputs_are_named(llama, table, tmp_path):
         option("pyramidkv:25%")
     with pytest.raises(PlanError, match=r"budget 1\.0 KiB is below what the smallest options hold: allowed are"):
         within_bytes(table, 1024)
-    with pytest.raises(PlanError, match="loss -1 is below what the exactest options lose"):
-        within_loss(table, -1)
+    with pytest.raises(PlanError, match="loss 0 is below what the exactest options lose"):
+        within_loss(table, 0)
+    for loss in (-1, math.inf, math.nan):
+        with pytest.raises(PlanError, match=f"loss {loss} cannot be used: allowed are finite numbers from 0"):
+            within_loss(table, loss)
     for budget in ("512", "much", "0%"):
         with pytest.raises(PlanError, match=f"budget '{budget}' cannot be used: allowed are a share"):
             read_budget(budget)
@@ -523,6 +743,11 @@ def test_the_command_prints_one_object(folder, tmp_path):
     assert found["bytes_fast"] < found["bytes_held"]
 
 
+def test_numbers_that_json_does_not_have_are_nothing_in_it():
+    data = {"loss": math.inf, "errors": [0.5, math.nan], "layers": {0: (1, "int4", True)}}
+    assert finite(data) == {"loss": None, "errors": [0.5, None], "layers": {0: [1, "int4", True]}}
+
+
 def test_wrong_inputs_of_the_command_are_one_line(folder, tmp_path):
     out = ("--out", tmp_path)
     (tmp_path / "short.txt").write_text("few words")
@@ -539,5 +764,7 @@ def test_wrong_inputs_of_the_command_are_one_line(folder, tmp_path):
     import_topic = next(paragraphs("import"))
     (tmp_path / "seen.txt").write_text(f"Of the reference: {import_topic} And more of it.")
     assert "reach into 'import'" in refused(folder, "--text", tmp_path / "seen.txt", "--tokens", 400, "--compare", *out)
+    for loss in ("inf", "nan", "-1"):
+        assert f"loss {loss} cannot be used: allowed are finite numbers from 0" in refused(folder, "--loss", loss, *out)
     assert "is below what the smallest options hold" in refused(folder, *SHORT, "--budget", "1%", *out)
     assert "budget '100' cannot be used" in refused(folder, *SHORT, "--budget", "100", *out)

@@ -381,6 +381,15 @@ class TestEveryPlan:
             else:
                 assert torch.equal(found.sequences, greedy.sequences)
 
+    def test_a_model_that_assists_itself_by_exiting_early_gives_the_greedy_tokens(self, plan):
+        """Crops reach the layers that the guesses left out, too."""
+        model, inputs = build(), text(100, rows=1)
+        with kvtailor.attach(model, plan):
+            greedy, early = generate(model, inputs, 8), generate(model, inputs, 8, assistant_early_exit=1)
+        assert early.sequences.shape == greedy.sequences.shape
+        if plan not in DROPPING.values():
+            assert torch.equal(early.sequences, greedy.sequences)
+
     def test_deep_copies_are_independent(self, plan):
         model, inputs = build(), text(200)
         with kvtailor.attach(model, plan):

@@ -88,7 +88,14 @@ def test_tailorkv_settings_are_a_plan(tmp_path):
         ({"quant_layers": 0}, "quant_layers 0 cannot be used: allowed is a list"),
         ({"quant_layers": [0], "sparse_ratio": 3}, "sparse_ratio 3 cannot be used"),
         ({"quant_layers": [0], "prefetch_window": 5}, "prefetch_window 5 cannot be used"),
-        ({"quant_layers": [0], "critical_channels": 0}, "count 0 cannot be used"),
+        ({"quant_layers": [0], "critical_channels": 0}, "critical_channels 0 cannot be used: allowed are 1 to 256"),
+        ({"quant_layers": [0], "critical_channels": 300}, "critical_channels 300 cannot be used"),
+        ({"quant_layers": [0], "critical_channels": "eight"}, "critical_channels 'eight' cannot be used"),
+        ({"quant_layers": [0], "bits": 5}, "json: bits 5 cannot be used: allowed are 1, 2, 3, 4, 8"),
+        ({"quant_layers": [], "bits": 5}, "json: bits 5 cannot be used"),
+        ({"quant_layers": [0], "bits": True}, "json: bits True cannot be used"),
+        ({"quant_layers": [], "tau": "many"}, "tau 'many' cannot be used: allowed are densities from 0 to 1"),
+        ({"sparse_ratio": 0.03, "tau": 0.2}, "quant_layers is missing beside sparse_ratio, tau: allowed is a list"),
         ({"quant_layers": [0], "channels": 8}, "field 'channels' is not known beside quant_layers"),
     ],
 )
@@ -98,6 +105,19 @@ def test_wrong_tailorkv_settings_are_named_with_the_file(tmp_path, settings, sai
     with pytest.raises(PlanError) as caught:
         Plan.load(file)
     assert str(file) in str(caught.value) and said in str(caught.value)
+
+
+@pytest.mark.parametrize("listed", [[0, 99], [-4], [3]])
+def test_listed_layers_that_the_model_does_not_have_are_named(tmp_path, listed):
+    from zoo import ZOO
+
+    model, file = ZOO["llama"].build(), tmp_path / "settings.json"
+    file.write_text(json.dumps({"quant_layers": listed}))
+    with pytest.raises(PlanError, match=rf"lists layer {listed[-1]}, .* LlamaForCausalLM of 3 layers.* are -3 to 2"):
+        kvtailor.attach(model, file)
+    for within in ([0, -1], [-3, 2], []):
+        file.write_text(json.dumps({"quant_layers": within}))
+        kvtailor.attach(model, file).detach()
 
 
 @pytest.mark.parametrize("name", ["quest", "pqcache:10%", "tailor", "tailor-1bit", "tailor-offload:256"])
@@ -128,6 +148,7 @@ def test_presets_that_retrieve_take_the_tokens_of_a_step(name):
         ({"keep": {"policy": "snapkv", "budget": 99, "options": {"window": 0}}}, ["window 0", "whole numbers from 1"]),
         ({"keep": {"policy": "streaming", "budget": 9, "options": {"positions": "new"}}}, ["positions 'new'", "renumbered, original"]),
         ({"form": {"kind": "rotated", "bits": 5}}, ["layers[0].form.bits", "5 bits are not offered", "1, 2, 3, 4 and 8"]),
+        ({"form": {"kind": "rotated", "bits": True}}, ["layers[0].form.bits", "True bits are not offered"]),
         ({"form": {"kind": "rotated"}}, ["layers[0].form", "needs bits"]),
         ({"form": {"kind": "packed", "bits": 4}}, ["layers[0].form.kind", "'packed'"]),
         ({"form": {"kind": "rotated", "bits": 4, "group": 48}}, ["group 48", "powers of two"]),
@@ -144,8 +165,10 @@ def test_presets_that_retrieve_take_the_tokens_of_a_step(name):
         ({"tier": "disk"}, ["layers[0]", "tier 'disk' needs an index"]),
         ({"tier": "tape"}, ["layers[0].tier", "'tape'"]),
         ({"find": "tree"}, ["layers[0].find", "unknown index 'tree'", "all, codes, channels, pq, pages"]),
-        ({"find": {"index": "codes", "top": 0}}, ["layers[0].find.top", "0 cannot be used"]),
-        ({"find": {"index": "codes", "top": "1MiB"}}, ["top 1MiB cannot be used", "numbers of tokens and fractions"]),
+        ({"find": {"index": "codes", "top": 0}}, ["layers[0].find.top: top 0 cannot", "or a fraction of those in slow memory"]),
+        ({"find": {"index": "codes", "top": "0%"}}, ["layers[0].find.top: top '0%' cannot be used"]),
+        ({"find": {"index": "codes", "top": 1.5}}, ["layers[0].find.top: top 1.5 cannot be used"]),
+        ({"find": {"index": "codes", "top": "1MiB"}}, ["top '1MiB' cannot be used", "a number of tokens (512) or a fraction"]),
         ({"find": {"index": "codes", "recent": 0}}, ["layers[0].find.recent", "it held 0"]),
         ({"find": {"index": "codes", "options": {"bit": 2}}}, ["no option 'bit'", "allowed are bits, kind"]),
         ({"find": {"index": "codes", "options": {"bits": 5}}}, ["bits 5 is not offered", "1, 2, 3, 4, 8"]),
@@ -155,6 +178,7 @@ def test_presets_that_retrieve_take_the_tokens_of_a_step(name):
         ({"find": {"options": {"bits": 2}}}, ["need an index"]),
         ({"find": "codes", "form": {"kind": "rotated", "bits": 4}}, ["goes with keep 'all' and form 'dense'"]),
         ({"find": "codes", "folder": "there"}, ["folder 'there' needs tier 'disk'"]),
+        ({"find": "codes", "tier": "disk", "folder": "a\0b"}, ["layers[0].folder", r"'a\x00b' cannot be used", "null character"]),
         ({"keep": {"policy": "adakv", "budget": 99}, "form": {"kind": "rotated", "bits": 4}}, ["'adakv' gives each head its own budget"]),
         ({"keep": {"policy": "streaming", "budget": 99}, "form": {"kind": "rotated", "bits": 4}}, ["set positions: original"]),
     ],

@@ -17,11 +17,13 @@ import torch
 import kvtailor
 from kvtailor.attention import attention_modules
 from kvtailor.errors import StoreError
+from kvtailor.indexes.selection import choose
 from kvtailor.layers.ahead import ReadingAhead, completed
 from kvtailor.layers.far import FarTokens
 from kvtailor.layers.side_stream import side_stream
 from kvtailor.prediction import query_of
-from zoo import ZOO, kv_cache, text
+from kvtailor.read_ahead import ReadAhead
+from zoo import ZOO, causal, kv_cache, text
 
 STEPS = 4
 NAMES = ["llama", "qwen3", "gemma2", "phi3", "gpt-neox", "mistral"]
@@ -111,6 +113,147 @@ def test_modules_that_cannot_be_asked_are_served_as_without(monkeypatch):
     monkeypatch.setattr("kvtailor.read_ahead.query_of", fails)
     found, stats = answers(model, ahead=True)
     assert torch.equal(found, expected) and [one.failed for one in stats] == [STEPS, STEPS]
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda query: query * torch.nan,
+    lambda query: query.masked_fill(torch.arange(16) == 3, torch.inf),
+    lambda query: query[:1],
+    lambda query: query[..., :7],
+    lambda query: query.tolist(),
+], ids=["nan", "inf", "row", "channels", "list"])  # fmt: skip
+def test_guesses_that_are_no_queries_change_nothing(monkeypatch, spoil):
+    model = ZOO["llama"].build()
+    expected, _ = answers(model, ahead=False)
+    monkeypatch.setattr("kvtailor.read_ahead.query_of", lambda *asked: spoil(query_of(*asked)))
+    found, _ = answers(model, ahead=True)
+    assert torch.equal(found, expected)
+
+
+def test_a_guess_that_overflows_where_the_model_does_not_changes_nothing():
+    """Half precision: the next layer's projections are large, and its input is small, but not the input before it."""
+    model = ZOO["llama"].build()
+    for layer, factor in zip(model.model.layers, (1000.0, 0.001, 1.0), strict=True):
+        layer.input_layernorm.weight.data.mul_(factor)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(layer.self_attn, name).weight.data.div_(factor)
+    model.half()
+    expected, _ = answers(model, ahead=False)
+    found, _ = answers(model, ahead=True)
+    assert expected.isfinite().all() and torch.equal(found, expected)
+
+
+def test_time_of_guesses_counts_as_time_of_reading(monkeypatch):
+    """Else what steps wait for would be more than all reading."""
+
+    def slow(*asked):
+        time.sleep(0.005)
+        return query_of(*asked)
+
+    monkeypatch.setattr("kvtailor.read_ahead.query_of", slow)
+    _, stats = answers(ZOO["llama"].build(), ahead=True)
+    assert all(one.read_seconds >= 0.005 * STEPS for one in stats)
+
+
+def test_a_guess_chooses_by_the_layers_own_factor_on_logits(monkeypatch):
+    """Probabilities are summed over the heads that share a choice, so the factor matters."""
+    model = causal("Gemma2Config", "Gemma2ForCausalLM", query_pre_attn_scalar=64).build()
+    used = set()
+
+    def watched(index, query, count, select, scale, path):
+        used.add((threading.current_thread().name.startswith("kvtailor-read"), scale))
+        return choose(index, query, count, select, scale, path)
+
+    monkeypatch.setattr("kvtailor.layers.retrieving.choose", watched)
+    answers(model, ahead=True, select="sum")
+    assert used == {(True, 64**-0.5), (False, 64**-0.5)}
+
+
+def test_rows_read_ahead_are_gone_behind_their_step_and_counted_while_they_are_there():
+    model, step = ZOO["llama"].build(), torch.tensor([[5], [6]])
+    peaks = []
+    for ahead in (False, True):
+        with kvtailor.attach(model, plan(ahead)):
+            cache = kv_cache(model(**text(300), use_cache=True))
+            cache.step.peak = 0
+            model(step, past_key_values=cache)
+            model(step, past_key_values=cache)
+        peaks.append(cache.step.peak)
+        assert all(not layer._staged and not layer.ahead.ready for layer in cache.tailored())
+    assert peaks[1] - peaks[0] == 2 * 6 * 40 * (2 * 16 * 4 + 8)  # rows, heads, tokens; key, value and number
+
+
+@pytest.mark.parametrize("change", [
+    lambda cache: cache.crop(-100),
+    lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    lambda cache: cache.batch_repeat_interleave(2),
+    lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    lambda cache: cache.reset(),
+])  # fmt: skip
+def test_rows_read_for_a_step_that_did_not_come_are_counted_and_dropped_where_tokens_change(change):
+    """A pass over some of the layers leaves one."""
+    model, step = ZOO["llama"].build(), torch.tensor([[5], [6]])
+    with kvtailor.attach(model, plan(ahead=True)):
+        cache = kv_cache(model(**text(300), use_cache=True))
+        last = cache.layers[2]
+        held = last.nbytes()
+        model.model.config.num_hidden_layers = 2
+        model(step, past_key_values=cache)
+        wait([last.ahead._pending[0]])
+        assert last.nbytes() - held == 2 * 6 * 40 * (2 * 16 * 4 + 8)
+        change(cache)
+        assert last.ahead.ready == [] and last.ahead._pending is None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_layer_is_asked_with_its_own_rotation(monkeypatch, name):
+    """Gemma 3 rotates full layers by another base than the sliding ones before them."""
+    model, guessed, own = ZOO[name].build(), {}, {}
+    modules = attention_modules(model.get_decoder())
+
+    def watched(module, args, kwargs):
+        guessed[module.layer_idx] = kwargs["position_embeddings"]
+        return query_of(module, args, kwargs)
+
+    monkeypatch.setattr("kvtailor.read_ahead.query_of", watched)
+    for index, module in modules.items():
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, index=index: own.update({index: kwargs["position_embeddings"]}),
+            with_kwargs=True,
+        )
+    _, stats = answers(model, ahead=True)
+    assert list(guessed) == [1] and stats[0].failed == 0 < stats[0].hit
+    for ours, theirs in zip(guessed[1], own[1], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_nothing_is_asked_where_the_rotation_is_not_known():
+    decoder = ZOO["gemma3"].build().get_decoder()
+    reading, hidden = ReadAhead(decoder), torch.zeros(2, 1, 48)
+    given = {"position_embeddings": (hidden, hidden), "position_ids": torch.zeros(1, 1, dtype=torch.long)}
+    assert reading._rotation(0, 2, hidden, {}) == {}  # both slide
+    assert reading._rotation(0, 1, hidden, given).keys() == {"position_embeddings"}
+    for name in given:
+        assert reading._rotation(0, 1, hidden, {**given, name: None}) is None
+    reading.close()
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_decoders_with_cross_attention_are_left_alone(name):
+    reading = ReadAhead(ZOO[name].build().get_decoder())
+    assert reading._hooks == []
+    reading.close()
+
+
+def test_modules_whose_weights_come_and_go_are_not_asked():
+    """As Accelerate marks them: two threads would bring the weights in and take them away."""
+    model = ZOO["llama"].build()
+    here, there, last = attention_modules(model.get_decoder()).values()
+    there.q_proj._hf_hook = SimpleNamespace(offload=False)
+    last.q_proj._hf_hook = SimpleNamespace(hooks=[SimpleNamespace(offload=True)])
+    reading = ReadAhead(model.get_decoder())
+    assert len(here._forward_pre_hooks) == 1 and not there._forward_pre_hooks and not last._forward_pre_hooks
+    reading.close()
 
 
 def test_a_read_that_fails_ahead_is_an_error_at_the_step_and_others_go_on(monkeypatch):

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvtailor
-from kvtailor.errors import StoreError
+from kvtailor.errors import CacheError, KVTailorError, PlanError, StoreError
 from kvtailor.indexes.registry import INDEX_NAMES, index_class
 from kvtailor.indexes.selection import choose
 from kvtailor.kernels import native
 from kvtailor.layers.base import Place, Step
 from kvtailor.layers.retrieving import RetrievingLayer
+from kvtailor.store import pool as pool_module
 from kvtailor.store.pool import Pool
 from zoo import ZOO, kv_cache, left_padded, text
 
@@ -244,10 +245,67 @@ def test_a_crop_into_far_tokens_is_exact(index):
     with kvtailor.attach(model, plan(index)):
         cache = kv_cache(model(**inputs, use_cache=True))
         cache.crop(-170)
-        assert cache.get_seq_length() == 130 and {far.length for far in far_of(cache)} == {64}
+        assert cache.get_seq_length() == 130 and {far.length for far in far_of(cache)} == {0}
         found = steps(model, cache, 3)
     stock = kv_cache(model(**{name: part[:, :130] for name, part in inputs.items()}, use_cache=True))
     close(found, steps(model, stock, 3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1, 500),
+    steps=st.integers(0, 70),
+    kept=st.integers(0, 570),
+    sinks=st.sampled_from([0, 1, 8, 70]),
+    recent=st.sampled_from([1, 33, 64]),
+    seed=st.integers(0, 99),
+)
+def test_a_crop_leaves_near_what_is_near_where_nothing_more_ever_came(tokens, steps, kept, sinks, recent, seed):
+    """Sinks, newest and far tokens, once room is made; then both go on and move the same tokens away."""
+    total = tokens + steps
+    kept = min(kept, total)
+    key = torch.randn(1, 2, total + 200, 16, generator=torch.Generator().manual_seed(seed))
+    find = {"index": "pages", "top": 5, "sinks": sinks, "recent": recent}
+    entry = kvtailor.Plan(layers=[{"find": find}]).layers[0]
+    cropped, fresh = (RetrievingLayer(entry, Place(0), Step(active=True, prompt=True)) for _ in range(2))
+    feed(cropped, *[key[:, :, :tokens]] * 3)
+    cropped.step.prompt = False
+    for slot in range(tokens, total):
+        feed(cropped, *[key[:, :, slot : slot + 1]] * 3)
+    cropped.crop(kept - total)
+    if kept:
+        feed(fresh, *[key[:, :, :kept]] * 3)
+    for more in (0, 200):
+        for layer in (cropped, fresh):
+            if more:
+                layer.step.prompt = True
+                feed(layer, *[key[:, :, kept : kept + more]] * 3)
+            layer.make_room(0)
+        if not fresh.rows:
+            continue
+        rows = cropped.rows[0], fresh.rows[0]
+        assert len({(row.sealed + row.tail.longest, row.far.length, row.total) for row in rows}) == 1
+        for name, dim in (("positions", -1), ("keys", 1), ("values", 1)):
+            ours, theirs = (torch.cat([getattr(part, name) for part in row.parts()], dim=dim) for row in rows)
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("index", "kept"), [*((index, kept) for index in INDEX_NAMES for kept in (80, 5)), ("codes", 330), ("pages", 330)]
+)
+def test_steps_behind_a_crop_read_what_they_read_in_a_fresh_cache(index, kept):
+    """Few tokens are read. Peaks of channels and centroids keep what was cropped while something is far."""
+    model, ids = ZOO["llama"].build(), text(420)["input_ids"]
+    with kvtailor.attach(model, plan(index, top=20)):
+        cropped = kv_cache(model(ids, use_cache=True))
+        cropped.crop(kept - 420)
+        fresh = kv_cache(model(ids[:, :kept], use_cache=True))
+        more = text(200, seed=9)["input_ids"]
+        for cache in (cropped, fresh):
+            if kept < 330:
+                model(more, past_key_values=cache)
+        close(steps(model, cropped, 3), steps(model, fresh, 3))
+        assert far_of(cropped)[0].length == far_of(fresh)[0].length > 0
 
 
 def test_reorder_repeat_select_copy_and_reset_carry_far_tokens():
@@ -341,8 +399,146 @@ def test_a_full_disk_is_an_error_and_the_cache_is_as_before(monkeypatch):
         close(steps(model, cache, 1), steps(model, expected, 1))
 
 
+@pytest.mark.parametrize(("change", "copies"), [
+    (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), 1),
+    (lambda cache: cache.batch_repeat_interleave(2), 2),
+    (lambda cache: cache.batch_select_indices(torch.tensor([0, 0])), 1),
+])  # fmt: skip
+@pytest.mark.parametrize("heads", ["*", "1"])
+def test_a_choice_of_sequences_that_fails_midway_is_an_error_at_the_next_pass(monkeypatch, change, copies, heads):
+    """In the first layer (or part of one) nothing has changed; behind it the cache is of no use until a reset."""
+    model, inputs, write = ZOO["llama"].build(), text(200), os.pwrite
+    entries = [{"heads": heads, **plan(tier="disk").model_dump()["layers"][0]}] if heads == "1" else None
+    disk = kvtailor.Plan(layers=entries) if entries else plan(tier="disk")
+    with kvtailor.attach(model, disk):
+        cache = kv_cache(model(**inputs, use_cache=True))
+        expected = steps(model, copy.deepcopy(cache), 1)
+        for written in (0, copies):
+            left = [written]
+
+            def writes_some(*arguments, left=left):
+                left[0] -= 1
+                return write(*arguments) if left[0] >= 0 else no_space()
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwrite", writes_some)
+                with pytest.raises(StoreError, match="No space left"):
+                    change(cache)
+            if not written and heads == "*":
+                close(steps(model, copy.deepcopy(cache), 1), expected)
+        with pytest.raises(CacheError, match=r"choice of sequences failed midway .*: call cache.reset\(\)"):
+            steps(model, cache, 1)
+        cache.reset()
+        close(steps(model, kv_cache(model(**inputs, past_key_values=cache)), 1), expected)
+
+
+def test_halves_of_a_cache_that_no_longer_go_together_are_an_error_at_the_next_pass(monkeypatch):
+    model, tokens = ZOO["t5"].build(), text(150)["input_ids"]
+    encoded = {"input_ids": tokens[:, :20]}
+    with kvtailor.attach(model, plan(attention="both")):
+        cache = kv_cache(model(**encoded, decoder_input_ids=tokens, use_cache=True))
+        monkeypatch.setattr(cache.cross_attention_cache.layers[0], "reorder_cache", no_space)
+        with pytest.raises(OSError, match="No space left"):
+            cache.reorder_cache(torch.tensor([1, 1]))
+        with pytest.raises(CacheError, match="choice of sequences failed midway"):
+            model(**encoded, decoder_input_ids=STEP, past_key_values=cache)
+
+
+def test_a_crop_that_cannot_read_far_tokens_is_an_error_then_and_at_the_next_pass():
+    model = ZOO["llama"].build()
+    with kvtailor.attach(model, plan(tier="disk")):
+        cache = kv_cache(model(**text(300), use_cache=True))
+        os.ftruncate(far_of(cache)[2].pool._file, 10)
+        with pytest.raises(StoreError, match="was cut to 10 bytes"):
+            cache.crop(-150)
+        with pytest.raises(CacheError, match=r"a crop of a cache .* failed midway"):
+            steps(model, cache, 1)
+
+
 def no_space(*arguments) -> int:
     raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("index", "option", "value"),
+    [
+        ("pages", "page", 16.0), ("pages", "page", True), ("codes", "bits", 2.0), ("codes", "kind", 1),
+        ("pq", "parts", 2.0), ("pq", "bits", 6.0), ("channels", "count", 8.0),
+    ],
+)  # fmt: skip
+def test_options_of_an_index_are_of_the_kind_that_it_takes(index, option, value):
+    with pytest.raises(PlanError, match=f"index '{index}': {option} {value!r} .*: allowed are"):
+        kvtailor.Plan(layers=[{"find": {"index": index, "options": {option: value}}}])
+
+
+KEPT = {
+    "retrieving": plan(),
+    "packed": kvtailor.Plan.preset("int8"),
+    "whole": kvtailor.Plan.preset("full"),
+    "split": kvtailor.Plan(layers=[{"heads": 0, "form": {"kind": "rotated", "bits": 8}}]),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_tokens_that_cannot_be_taken_leave_the_cache_as_before(kept):
+    """Whatever is wrong with one layer's: nothing is held of any, and other tokens can be taken, in any number."""
+    model, inputs = ZOO["llama"].build(), text(200)
+    pairs = [(layer.keys, layer.values) for layer in kv_cache(model(**inputs, use_cache=True)).layers]
+    key, value = pairs[2]
+    wrong = {
+        "fewer tokens": (key[:, :, :150], value[:, :, :150]),
+        "fewer values": (key, value[:, :, :150]),
+        "fewer sequences": (key[:1], value[:1]),
+        "other heads of values": (key, value[:, :1]),
+        "other numbers": (key, value.half()),
+        "no heads": (key[:, 0], value[:, 0]),
+        "no tensors": (key.numpy(), value.numpy()),
+    }
+    with kvtailor.attach(model, KEPT[kept]) as attachment:
+        cache = attachment.new_cache()
+        for pair in wrong.values():
+            with pytest.raises(CacheError, match=r"layer 2 of LlamaForCausalLM: got .*; allowed: "):
+                cache.take([*pairs[:2], pair])
+            assert cache.get_seq_length() == 0
+        with pytest.raises(CacheError, match="one or more tokens"):
+            cache.take([(key[:, :, :0], value[:, :, :0]) for key, value in pairs])
+        cache.take([(key[:1], value[:1]) for key, value in pairs])
+        alone = model(STEP[:1], past_key_values=copy.deepcopy(cache)).logits
+        for pair in ((key, value), (key[:1, :1], value[:1, :1]), (key[:1, :, :, :8], value[:1])):
+            with pytest.raises(CacheError, match=r"and the cache holds|of which the plan speaks"):
+                cache.take([pair] * 3)
+        assert torch.equal(model(STEP[:1], past_key_values=cache).logits, alone)
+
+
+def test_tokens_that_fail_midway_leave_the_cache_as_before():
+    model, inputs = ZOO["llama"].build(), text(200)
+    pairs = [(layer.keys, layer.values) for layer in kv_cache(model(**inputs, use_cache=True)).layers]
+    broken = pairs[2][0].clone()
+    broken[1, 0, 70] = torch.nan
+    with kvtailor.attach(model, plan()) as attachment:
+        cache = attachment.new_cache()
+        with pytest.raises(KVTailorError, match="finite"):
+            cache.take([*pairs[:2], (broken, pairs[2][1])])
+        cache.take([(key[:1], value[:1]) for key, value in pairs])
+        assert cache.get_seq_length() == 200
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_first_prompt_that_failed_does_not_say_how_many_sequences_may_come(kept):
+    model, inputs = ZOO["llama"].build(), text(200)
+
+    def fail(*arguments) -> None:
+        raise RuntimeError("failed on purpose")
+
+    with kvtailor.attach(model, KEPT[kept]) as attachment:
+        cache = attachment.new_cache()
+        hook = model.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(**inputs, past_key_values=cache)
+        hook.remove()
+        one = {name: part[:1] for name, part in inputs.items()}
+        again = model(**one, past_key_values=cache).logits
+        torch.testing.assert_close(again, model(**one).logits)
 
 
 def test_a_folder_that_cannot_hold_files_is_named(tmp_path):
@@ -388,3 +584,75 @@ def test_a_pool_reads_what_was_written(counts, tier):
     assert bytes(pool.read()) == expected[: 24 * counts[0]] and other.rows == counts[0] + 1
     with pytest.raises(StoreError, match="whole rows of 24"):
         pool.append(memoryview(b"x" * 23))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_is_forgotten_takes_no_room_and_what_was_read_stays_where_it_was(tier):
+    pool, row = Pool(4096, tier), b"a" * 4096
+    pool.append(memoryview(row * 600))
+    seen = pool.read()
+    pool.drop_from(10)
+    assert os.fstat(pool._file).st_blocks * 512 <= pool.nbytes + 4096 and pool.nbytes == 10 * 4096
+    assert bytes(seen[: pool.nbytes]) == row * 10
+    pool.append(memoryview(b"b" * 4096 * 700))
+    assert bytes(pool.read()) == row * 10 + b"b" * 4096 * 700
+    os.ftruncate(pool._file, 100)
+    pool.drop_from(5)
+    with pytest.raises(StoreError, match="was cut to 100 bytes, and 20480 were written"):
+        pool.read()
+
+
+def test_bytes_of_a_crop_are_given_back_by_the_system_too():
+    model = ZOO["llama"].build()
+    for tier in ("host", "disk"):
+        with kvtailor.attach(model, plan(tier=tier)):
+            cache = kv_cache(model(**text(500), use_cache=True))
+            cache.crop(-300)
+        taken = sum(os.fstat(far.pool._file).st_blocks * 512 for far in far_of(cache))
+        told = sum(far.pool.nbytes for far in far_of(cache))
+        assert 0 < told <= taken <= told + 4096 * len(far_of(cache))
+
+
+def test_a_write_that_fails_leaves_nothing_on_the_disk(monkeypatch):
+    pool, write = Pool(4096, "disk"), os.pwrite
+    pool.append(memoryview(b"a" * 4096 * 4))
+    tried: list[int] = []
+
+    def writes_a_part(handle: int, data: memoryview, place: int) -> int:
+        tried.append(place)
+        return write(handle, data[:40960], place) if len(tried) == 1 else no_space()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", writes_a_part)
+        with pytest.raises(StoreError, match="No space left"):
+            pool.append(memoryview(b"b" * 4096 * 100))
+    assert len(tried) == 2 and os.fstat(pool._file).st_size == pool.nbytes == 4096 * 4
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_limit_of_open_files_is_raised_before_it_is_an_error(monkeypatch, tier):
+    """The soft one as far as the hard one, once: what the process may have then is all there is."""
+    limits, opened = [16, 20], []
+
+    def raised(kind: int, wanted: tuple[int, int]) -> None:
+        limits[:] = wanted
+
+    def opens(*arguments) -> int:
+        if len(opened) == limits[0]:
+            raise OSError(24, "Too many open files")
+        opened.append(os.dup(1))
+        return opened[-1]
+
+    monkeypatch.setattr(pool_module.resource, "getrlimit", lambda kind: tuple(limits))
+    monkeypatch.setattr(pool_module.resource, "setrlimit", raised)
+    monkeypatch.setattr(os, "memfd_create" if tier == "host" else "open", opens)
+    pools = [Pool(8, tier) for _ in range(20)]
+    where = "host memory" if tier == "host" else "folder '.*'"
+    with pytest.raises(StoreError, match=rf"{where} cannot hold one more cache file.*: 20 files are open"):
+        Pool(8, tier)
+    assert limits == [20, 20] and len(pools) == 20
+
+
+def test_a_folder_that_no_file_can_have_is_a_store_error():
+    with pytest.raises(StoreError, match="cannot hold cache files: embedded null byte"):
+        Pool(8, "disk", "a\0b")

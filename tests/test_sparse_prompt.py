@@ -81,6 +81,49 @@ def test_a_prompt_goes_over_blocks_and_what_is_held_is_the_same(entry, monkeypat
         torch.testing.assert_close(cache.layers[0].keys[:, :, : 5 * BLOCK], stock.layers[0].keys[:, :, : 5 * BLOCK])
 
 
+@pytest.mark.parametrize("entry", [{}, {"find": "codes"}])
+def test_under_eager_attention_prompts_go_over_blocks_too(entry):
+    """Its mask hides later tokens and nothing else; weights that are asked for are those of whole attention."""
+    inputs, found = text(5 * BLOCK + 7), []
+    for implementation in ("sdpa", "eager"):
+        model = ZOO["llama"].build()
+        model.set_attn_implementation(implementation)
+        with kvtailor.attach(model, plan(0.0, **entry)):
+            found.append(model(**inputs, use_cache=True).logits)
+    torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=1e-4)
+    whole = model(**inputs, output_attentions=True)
+    assert (whole.logits - found[1]).abs().max() > 1e-2
+    with kvtailor.attach(model, plan(0.0, **entry)):
+        told = model(**inputs, use_cache=True, output_attentions=True)
+    model.config.output_attentions = True
+    with kvtailor.attach(model, plan(0.0, **entry)):
+        told_always = model(**inputs, use_cache=True)
+    for output in (told, told_always):
+        torch.testing.assert_close(output.logits, whole.logits, atol=2e-5, rtol=1e-4)
+        assert all(torch.equal(*pair) for pair in zip(output.attentions[:1], whole.attentions[:1], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16])
+def test_only_a_mask_that_says_nothing_of_its_own_is_passed_over(monkeypatch, dtype):
+    monkeypatch.setattr(sparse_prompt, "ROWS_AT_ONCE", 100)
+    query, key, _ = tensors(600, 1, 2, 0)
+    causal = torch.ones(600, 600, dtype=torch.bool).tril()[None, None]
+
+    def serves(shown: torch.Tensor, added: float = 0.0) -> bool:
+        mask = shown
+        if dtype != torch.bool:
+            mask = torch.full(shown.shape, added, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
+        return sparse_prompt.serves(torch.nn.Module(), query, key, mask, {})
+
+    assert serves(causal) and serves(causal.expand(3, 2, -1, -1))
+    assert dtype == torch.bool or not serves(causal, added=0.5)
+    assert not serves(causal[..., :-1]) and not serves(torch.cat([causal, causal], dim=-1))
+    for row, column in ((599, 0), (0, 0), (250, 249), (250, 251), (0, 599)):
+        other = causal.clone()
+        other[..., row, column] ^= True
+        assert not serves(other)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
 def test_padding_soft_caps_sinks_and_short_prompts_are_attended_whole(name):
     model = ZOO[name].build()

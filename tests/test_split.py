@@ -131,6 +131,19 @@ def test_assisted_decoding_gives_the_same_tokens():
     assert torch.equal(whole[:, :150], guessed[:, :150]) and guessed.shape == whole.shape
 
 
+def test_parts_read_ahead_and_answer_as_without():
+    model, inputs = ZOO["llama"].build(), text(220, rows=1)
+    found = []
+    for ahead in (False, True):
+        codes = {"find": {**CODES["find"], "ahead": ahead}, "tier": "disk"}
+        with kvtailor.attach(model, split(INT4, codes)):
+            cache = kv_cache(model(**inputs, use_cache=True))
+            steps = [model(torch.tensor([[token]]), past_key_values=cache).logits for token in range(5, 11)]
+        found.append((torch.cat(steps), cache.report().reads))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] is None and found[1][1].hit > 0
+
+
 def test_what_is_estimated_is_what_is_held():
     model, plan = ZOO["llama"].build(), split(SNAPKV, INT4)
     with kvtailor.attach(model, plan):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from kvtailor import _compat
-from kvtailor.errors import CacheError
+from kvtailor.errors import CacheError, StoreError
 from kvtailor.identity import identity_of
 from kvtailor.layers.base import Place, Step, TailoredLayer
 from kvtailor.layers.evicting import EvictingLayer
@@ -67,7 +67,7 @@ class KVCache(DynamicCache):
         super().__init__()
         self.layers = layers
         self.layer_class_to_replicate = None
-        self._torn = False  # a pass failed, and layers that are not ours hold part of it
+        self._torn: str | None = None  # why the layers no longer go together, if they do not
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         other = object.__new__(type(self))
@@ -99,21 +99,39 @@ class KVCache(DynamicCache):
         Raises
         ------
         CacheError
-            If there are not as many pairs as layers, or a layer must see attention to know what to hold; the cache is
-            as before.
+            If there are not as many pairs as layers, they are not of the same sequences and tokens or do not go with
+            what is held, or a layer must see attention to know what to hold; the cache is as before.
         """
         if len(pairs) != len(self.layers):
             raise CacheError(f"{len(pairs)} pairs of keys and values for {len(self.layers)} layers; allowed: one each")
+        for layer, pair in zip(self.layers, pairs, strict=True):
+            if not isinstance(layer, TailoredLayer):
+                raise CacheError(f"{type(layer).__name__} of Transformers cannot take tokens: run the prompt")
+            _check_pair(layer, pair, pairs[0], self._shapes_held(layer))
         before = [layer.seen for layer in self.tailored()]
         try:
-            for layer, (key, value) in zip(self.layers, pairs, strict=True):
-                if not isinstance(layer, TailoredLayer):
-                    raise CacheError(f"{type(layer).__name__} of Transformers cannot take tokens: run the prompt")
+            for layer, (key, value) in zip(self.tailored(), pairs, strict=True):
                 layer.take(key, value)
         except BaseException:
-            for layer, seen in zip(self.tailored(), before, strict=True):
-                layer.roll_back(min(seen, layer.seen))
+            self._return_to(before)
             raise
+
+    def _shapes_held(self, layer: TailoredLayer) -> tuple[torch.Size, torch.Size] | None:
+        """Sizes of the keys and values of a layer that holds some, (B, Hkv, seen, D); nothing is unpacked for them."""
+        if not layer.seen:
+            return None
+        before, self.step.active = self.step.active, True
+        try:
+            return layer.keys.shape, layer.values.shape
+        finally:
+            self.step.active = before
+
+    def _return_to(self, lengths: Sequence[int]) -> None:
+        """Roll tailored layers back to a length each; where that is none, any number of sequences may come next."""
+        for layer, seen in zip(self.tailored(), lengths, strict=True):
+            layer.roll_back(min(seen, layer.seen))
+            if not seen:
+                layer.reset()
 
     def check_owner(self, decoder: nn.Module) -> None:
         """Raise CacheError unless ``decoder`` belongs to the model that the cache was made for."""
@@ -132,11 +150,8 @@ class KVCache(DynamicCache):
         prompt : whether the pass brings (part of) a prompt, announced by :meth:`expect`, not a decode step.
         last : whether a prompt ends with it.
         """
-        if self._torn:
-            raise CacheError(
-                f"a pass of {self._model_name} failed midway, and layers that are Transformers' own cannot be taken "
-                "back: call cache.reset(), or use a fresh cache"
-            )
+        if self._torn is not None:
+            raise CacheError(f"{self._torn}: call cache.reset(), or use a fresh cache")
         step = self.step
         step.active, step.prompt, step.last = True, prompt, last
         seen, others = [layer.seen for layer in self.tailored()], self._other_lengths()
@@ -144,9 +159,9 @@ class KVCache(DynamicCache):
             yield
             self._check_attended()
         except BaseException:
-            for layer, before in zip(self.tailored(), seen, strict=True):
-                layer.roll_back(before)
-            self._torn = self._other_lengths() != others or any(self.is_linear)
+            self._return_to(seen)
+            if self._other_lengths() != others or any(self.is_linear):
+                self._tear_by_pass()
             step.expected = 0
             raise
         finally:
@@ -157,10 +172,15 @@ class KVCache(DynamicCache):
     def roll_back(self, seen: int) -> None:
         """Return to ``seen`` tokens after a prompt that failed between its chunks."""
         before = self._other_lengths()
-        for layer in self.tailored():
-            layer.roll_back(min(seen, layer.seen))
-        self._torn = self._torn or any(length != seen for length in before) or any(self.is_linear)
+        self._return_to([seen] * len(self.tailored()))
+        if any(length != seen for length in before) or any(self.is_linear):
+            self._tear_by_pass()
         self.step.expected = 0
+
+    def _tear_by_pass(self) -> None:
+        self._torn = (
+            f"a pass of {self._model_name} failed midway, and layers that are Transformers' own cannot be taken back"
+        )
 
     def _other_lengths(self) -> list[int]:
         layers = [layer for layer in self.layers if not isinstance(layer, TailoredLayer)]
@@ -189,6 +209,47 @@ class KVCache(DynamicCache):
         super().activate_past_recording()
         self.step.recording = True
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove ``-tokens_to_remove`` tokens; after a StoreError, which far tokens can raise, no pass is served."""
+        try:
+            super().crop(tokens_to_remove)
+        except StoreError:
+            self._torn = f"a crop of a cache of {self._model_name} failed midway"
+            raise
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put sequence ``beam_idx[i]`` at place ``i``; see :meth:`batch_select_indices` for what can fail."""
+        self._choose(lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence ``repeats`` times; see :meth:`batch_select_indices` for what can fail."""
+        self._choose(lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences at ``indices``; if a layer behind the first one fails, no pass is served any more.
+
+        Raises
+        ------
+        StoreError
+            If slow memory has no room for a copy of a sequence.
+        """
+        self._choose(lambda layer: layer.batch_select_indices(indices))
+
+    def _choose(self, change: Callable[[Any], None]) -> None:
+        """Change which sequences every layer holds; each part of a layer either does or stays as it is."""
+        parts = [part for layer in self.layers for part in (layer.layers if isinstance(layer, SplitLayer) else [layer])]
+        for number, part in enumerate(parts):
+            try:
+                change(part)
+            except BaseException:
+                if number:
+                    self.tear()
+                raise
+
+    def tear(self) -> None:
+        """Serve no pass any more until a reset: what is held is not of the same sequences everywhere."""
+        self._torn = f"a choice of sequences failed midway in a cache of {self._model_name}"
+
     def reset(self) -> None:
         """Forget everything, and be ready for another sequence."""
         for number, (_, fresh) in enumerate(_compat.stock_layers(self._config)):
@@ -197,7 +258,7 @@ class KVCache(DynamicCache):
                 layer.reset()
             else:  # some releases zero their layers and keep the length
                 self.layers[number] = fresh
-        self._torn = False
+        self._torn = None
         self.step.recording = False
         self.step.expected = 0
 
@@ -282,6 +343,26 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
         """Forget everything, and be ready for another input."""
         super().reset()
         self._encoded = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put sequence ``beam_idx[i]`` at place ``i``, as for :class:`KVCache`."""
+        self._choose(lambda half: half.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence ``repeats`` times, as for :class:`KVCache`."""
+        self._choose(lambda half: half.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences at ``indices``, as for :class:`KVCache`."""
+        self._choose(lambda half: half.batch_select_indices(indices))
+
+    def _choose(self, change: Callable[[KVCache], None]) -> None:
+        change(self.self_attention_cache)
+        try:
+            change(self.cross_attention_cache)
+        except BaseException:
+            self.self_attention_cache.tear()
+            raise
 
     def roll_back(self, seen: int) -> None:
         """Return to ``seen`` decoder tokens after a prompt that failed between its chunks."""
@@ -369,6 +450,36 @@ def _rotation(model: PreTrainedModel, entry: LayerPlan, place: Place) -> Rotatio
     if keep.policy != "streaming" or keep.options.get("positions", "renumbered") != "renumbered" or place.cross:
         return None
     return Rotation(model.get_decoder())
+
+
+def _check_pair(layer: TailoredLayer, pair: Any, first: Any, held: tuple[torch.Size, torch.Size] | None) -> None:
+    """Raise CacheError unless keys and values can be taken: as those of the first layer, and as those held.
+
+    Parameters
+    ----------
+    layer : that is to take them.
+    pair, first : keys and values for this layer and for the first one.
+    held : sizes of what the layer holds, or None.
+    """
+    place = layer.place
+    for tensor in pair:
+        if not (isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and tensor.is_floating_point()):
+            given = f"{type(tensor).__name__} of {tuple(getattr(tensor, 'shape', ()))}"
+            raise CacheError(f"{place}: got a {given}; allowed: floating point tensors (B, Hkv, n, D)")
+    key, value = pair
+    batch, tokens = first[0].shape[0], first[0].shape[2]
+    shapes = f"keys {tuple(key.shape)} and values {tuple(value.shape)}"
+    if tokens == 0 or any((part.shape[0], part.shape[2]) != (batch, tokens) for part in pair):
+        count = tokens or "one or more"
+        raise CacheError(f"{place}: got {shapes}; allowed: {batch} sequences of {count} tokens, as the first layer's")
+    if isinstance(layer, SplitLayer) and key.shape[1] != layer.heads:
+        raise CacheError(f"{place}: got {shapes}; allowed: {layer.heads} heads, of which the plan speaks")
+    if key.shape[1] != value.shape[1] or key.dtype != value.dtype:
+        raise CacheError(
+            f"{place}: got {shapes} of {key.dtype} and {value.dtype}; allowed: as many heads of values, of one dtype"
+        )
+    if held is not None and any((*a.shape[:2], a.shape[3]) != (*b[:2], b[3]) for a, b in zip(pair, held, strict=True)):
+        raise CacheError(f"{place}: got {shapes}, and the cache holds {tuple(held[0])} and {tuple(held[1])}")
 
 
 def _layer_report(number: int, layer: Any) -> LayerReport:

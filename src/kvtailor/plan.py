@@ -41,6 +41,29 @@ BudgetField = Annotated[
     ),
 ]
 
+ALLOWED_TOPS = "a number of tokens (512) or a fraction of those in slow memory (5% or 0.05), above 0"
+
+
+def _read_top(given: object) -> Budget:
+    try:
+        budget = Budget.parse(given)
+    except ValueError:
+        budget = None
+    if budget is None or budget.kind == "bytes":
+        shown = str(given) if isinstance(given, Budget) else repr(given)
+        raise ValueError(f"top {shown} cannot be used: allowed is {ALLOWED_TOPS}")
+    return budget
+
+
+TopField = Annotated[
+    Budget,
+    BeforeValidator(_read_top),
+    PlainSerializer(str),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer"}, {"type": "number"}, {"type": "string"}], "description": ALLOWED_TOPS}
+    ),
+]
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -111,7 +134,7 @@ class Form(_Part):
     @field_validator("bits", mode="before")
     @classmethod
     def _offered(cls, bits: Any) -> Any:
-        if bits is not None and bits not in (1, 2, 3, 4, 8):
+        if bits is not None and (isinstance(bits, bool) or bits not in (1, 2, 3, 4, 8)):
             raise ValueError(f"{bits!r} bits are not offered: allowed are 1, 2, 3, 4 and 8")
         return bits
 
@@ -150,7 +173,7 @@ class Find(_Part):
     """
 
     index: str = "all"
-    top: BudgetField = Field(
+    top: TopField = Field(
         Budget("tokens", 512), description="tokens read back at each step, or a fraction of those in slow memory"
     )
     select: Literal["query", "mean", "max", "sum"] = Field(
@@ -178,8 +201,6 @@ class Find(_Part):
             index_class(self.index).from_options(self.options)
         elif self.options:
             raise ValueError(f"options {self.options} need an index, and index is 'all'")
-        if self.top.kind == "bytes":
-            raise ValueError(f"top {self.top} cannot be used: allowed are numbers of tokens and fractions")
         return self
 
     def tokens(self, far: int) -> int:
@@ -213,6 +234,13 @@ class LayerPlan(_Part):
     def _readable(cls, layers: str | int | list[int]) -> str | int | list[int]:
         _numbers(layers, 10**6)
         return layers
+
+    @field_validator("folder")
+    @classmethod
+    def _path(cls, folder: str | None) -> str | None:
+        if folder is not None and "\0" in folder:
+            raise ValueError(f"folder {folder!r} cannot be used: allowed is a path, and no path holds a null character")
+        return folder
 
     @model_validator(mode="after")
     def _combine(self) -> LayerPlan:
@@ -354,18 +382,25 @@ class Plan(_Part):
             raise PlanError(_explain(error)) from None
 
     def check_model(self, identity: dict[str, Any]) -> None:
-        """Raise PlanError if the plan was made for another model.
+        """Raise PlanError if the plan was made for another model, or lists layers that the model does not have.
 
         Parameters
         ----------
         identity : as :func:`kvtailor.identity.identity_of` gives it.
         """
-        if self.made_for is None or not self.made_for.differs(identity):
-            return
-        raise PlanError(
-            f"plan {self.name!r} was made for {describe(self.made_for.model_dump())}, and this model is "
-            f"{describe(identity)}: allowed is a plan made for this model, or one without made_for"
-        )
+        if self.made_for is not None and self.made_for.differs(identity):
+            raise PlanError(
+                f"plan {self.name!r} was made for {describe(self.made_for.model_dump())}, and this model is "
+                f"{describe(identity)}: allowed is a plan made for this model, or one without made_for"
+            )
+        depth = identity["layers"]
+        listed = [number for entry in self.layers if isinstance(entry.layers, list) for number in entry.layers]
+        beyond = [number for number in listed if not -depth <= number < depth]
+        if beyond:
+            raise PlanError(
+                f"plan {self.name!r} lists layer {beyond[0]}, and this model is {describe(identity)}: "
+                f"allowed are {-depth} to {depth - 1}"
+            )
 
     def layer(self, layer: int, depth: int, attention: str = "self") -> LayerPlan:
         """The entry that decides for a layer, or a full one."""

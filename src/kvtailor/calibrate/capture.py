@@ -88,7 +88,7 @@ def capture(model: PreTrainedModel, ids: Tensor, held_out: int) -> Capture:
     ModelError
         If the model's cache cannot be tailored, or its layers cannot be listened to.
     KVTailorError
-        If nothing is left of the text before the held-out tokens.
+        If nothing is left of the text before the held-out tokens, or the model's own logits are not finite.
     """
     check_capturable(model)
     if not 0 < held_out < ids.shape[1]:
@@ -106,7 +106,19 @@ def capture(model: PreTrainedModel, ids: Tensor, held_out: int) -> Capture:
     keep = {"logits_to_keep": held_out} if "logits_to_keep" in parameters else {}
     with listening(model, note), handed_on(model, held_out) as passed:
         output = model(input_ids=ids.to(model.device), use_cache=False, **keep)
-    return Capture(ids, held_out, layers, output.logits[0, -held_out:].float(), passed)
+    logits = output.logits[0, -held_out:].float()
+    check_finite(model, logits)
+    return Capture(ids, held_out, layers, logits, passed)
+
+
+def check_finite(model: PreTrainedModel, logits: Tensor) -> None:
+    """Raise KVTailorError unless a model's exact logits are finite: nothing can be held against them."""
+    if not logits.isfinite().all():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise KVTailorError(
+            f"{type(model).__name__} in {dtype} gives logits that are not finite numbers with its default cache: "
+            "allowed is a model, or another dtype, whose logits are"
+        )
 
 
 def check_capturable(model: PreTrainedModel) -> None:

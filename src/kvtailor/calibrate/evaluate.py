@@ -51,7 +51,7 @@ def evaluate(model: PreTrainedModel, seen: Sequence[Capture], plan: Plan) -> Eva
     """Feed the held-out tokens one by one behind the prompt, with the cache that the plan leaves.
 
     Prompts are not run again: the cache is given what the model saw. That is what a prompt leaves, unless a hard budget
-    makes the prompt's own attention forget.
+    makes the prompt's own attention forget, or a ``prompt_share`` makes it pass over tokens.
 
     Parameters
     ----------
@@ -64,12 +64,24 @@ def evaluate(model: PreTrainedModel, seen: Sequence[Capture], plan: Plan) -> Eva
 
 def default(seen: Sequence[Capture]) -> Evaluation:
     """The default cache on the same tokens."""
-    held = [sum(2 * part.keys.nbytes for part in one.layers.values()) for one in seen]
+    held = [_default_nbytes(one) for one in seen]
     rows = [
         Evaluation("default", 0.0, _negative_log_likelihood(one, one.logits), 1.0, held_bytes, held_bytes)
         for one, held_bytes in zip(seen, held, strict=True)
     ]
     return mean_of("default", rows)
+
+
+def _default_nbytes(seen: Capture) -> int:
+    """Bytes of Transformers' own cache after the text: layers with a window hold the newest tokens of it."""
+    total = 0
+    for number, one in seen.layers.items():
+        config: Any = one.module.config
+        window = getattr(_compat.stock_layers(config)[number][1], "sliding_window", None)
+        tokens = one.keys.shape[2]
+        held = min(tokens, window - 1) if window else tokens
+        total += (one.keys.nbytes + one.values.nbytes) // tokens * held
+    return total
 
 
 def mean_of(name: str, rows: Sequence[Evaluation]) -> Evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,9 +96,11 @@ def _unread(module: nn.Module, query: Tensor, *rest: Any, **given: Any) -> tuple
 def errors(found: Tensor, exact: Tensor) -> list[float]:
     """Distance of outputs from the exact ones over the length of those, by query head, mean over tokens.
 
+    Infinite where an output is not a finite number.
+
     Parameters
     ----------
     found, exact : (n, Hq, Dv).
     """
     apart = (found.double() - exact.double()).norm(dim=-1) / exact.double().norm(dim=-1).clamp_min(1e-30)
-    return [float(error) for error in apart.mean(dim=0)]
+    return [float(error) for error in apart.mean(dim=0).nan_to_num(nan=math.inf, posinf=math.inf)]

@@ -55,7 +55,7 @@ def option(name: str) -> Option:
     if colon and index in INDEX_NAMES:
         plan = Plan(layers=[{"find": {"index": index, "top": top}}])
     elif "+" in name:
-        dropped, packed = (option(part).entry for part in name.split("+", 1))
+        dropped, packed = _dropped_and_packed(name)
         plan = Plan(layers=[{"keep": dropped.keep, "form": packed.form}])
     else:
         plan = Plan.of(name)
@@ -65,8 +65,22 @@ def option(name: str) -> Option:
     return Option(name, plan.layers[0].model_copy(update={"attention": "self"}))
 
 
+def _dropped_and_packed(name: str) -> tuple[LayerPlan, LayerPlan]:
+    """The two entries of "snapkv:50%+int4"; raises PlanError for parts that say something else of a layer."""
+    first, second = name.split("+", 1)
+    dropped, packed = option(first).entry, option(second).entry
+    drops_only = dropped == LayerPlan(keep=dropped.keep) and dropped.keep.policy != "all"
+    packs_only = packed == LayerPlan(form=packed.form) and packed.form.kind != "dense"
+    if not (drops_only and packs_only):
+        raise PlanError(
+            f"option {name!r} cannot be read: {first!r} must be an eviction preset and {second!r} a packed one; "
+            f"allowed are {ALLOWED}"
+        )
+    return dropped, packed
+
+
 def _check_alone(name: str, entry: LayerPlan) -> None:
-    """Raise PlanError for an option whose layers share a budget: a layer cannot be measured alone then."""
+    """Raise PlanError for an option that a layer cannot be measured with, alone and behind a prompt seen in full."""
     keep = entry.keep
     if keep.budget is not None and keep.budget.kind == "bytes":
         raise PlanError(
@@ -74,6 +88,12 @@ def _check_alone(name: str, entry: LayerPlan) -> None:
         )
     if keep.policy != "all" and policy_class(keep.policy).layer_capacities is not Policy.layer_capacities:
         raise PlanError(f"option {name!r} divides its budget over layers, which is what the planner does: name another")
+    if keep.is_hard or entry.prompt_share < 1:
+        what = f"hard budget {keep.budget}" if keep.is_hard else f"prompt_share {entry.prompt_share:g}"
+        raise PlanError(
+            f"option {name!r} has {what}: what a prompt's own tokens lose by it is not measured; allowed is an option "
+            "without it"
+        )
 
 
 def options(names: Sequence[str] = DEFAULT) -> list[Option]:

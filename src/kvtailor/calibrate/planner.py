@@ -12,24 +12,42 @@ import numpy as np
 
 Table = Sequence[Sequence[float]]
 
+ROUNDING = 1e-13
+"""Share by which sums of the same numbers in different order may differ: some hundred terms."""
+
 
 def choose(costs: Table, weights: Table, limit: float) -> list[int] | None:
     """Choose one option for every layer: the least cost in all whose weights add up to no more than ``limit``.
 
     Parameters
     ----------
-    costs : of every layer's options, 0 or more.
+    costs : of every layer's options, 0 or more; an option whose cost or weight is not finite is never chosen.
     weights : of the same, 0 or more.
-    limit : most weight in all.
+    limit : most weight in all, summed from the first layer on.
 
     Returns
     -------
-    Places of the options chosen, one for each layer; None if even the lightest weigh more.
+    Places of the options chosen, one for each layer; None if even the lightest weigh more, or a layer has no option.
     """
-    cost = [np.asarray(row, dtype=np.float64) for row in costs]
-    weight = [np.asarray(row, dtype=np.float64) for row in weights]
-    if sum(row.min() for row in weight) > limit:
+    every = [
+        (np.asarray(c, dtype=np.float64), np.asarray(w, dtype=np.float64)) for c, w in zip(costs, weights, strict=True)
+    ]
+    usable = [np.flatnonzero(np.isfinite(c) & np.isfinite(w)) for c, w in every]
+    if not all(len(places) for places in usable):
         return None
+    chosen = _chosen(
+        [c[places] for (c, _), places in zip(every, usable, strict=True)],
+        [w[places] for (_, w), places in zip(every, usable, strict=True)],
+        limit,
+    )
+    return None if chosen is None else [int(places[one]) for places, one in zip(usable, chosen, strict=True)]
+
+
+def _chosen(cost: list[np.ndarray], weight: list[np.ndarray], limit: float) -> list[int] | None:
+    """The same for finite costs and weights."""
+    if not sum(row.min() for row in weight) <= limit:
+        return None
+    limit = min(limit, float(sum(row.max() for row in weight)))
     rate, incumbent = _relax(cost, weight, limit)
     slack = 1e-9 * (incumbent + rate * limit)  # of rounding
     # Of the layers to come: the least weight, and the least of cost and priced weight together.
@@ -41,7 +59,9 @@ def choose(costs: Table, weights: Table, limit: float) -> list[int] | None:
         total = (front_weight[:, None] + w).ravel()
         spent = (front_cost[:, None] + c).ravel()
         bound = spent + cheapest[layer + 1] - rate * (limit - total)
-        hopeful = (total + lightest[layer + 1] <= limit) & (bound <= incumbent + slack)
+        # Sums from both ends round otherwise than those from the first layer on, which are what must fit in the end.
+        room = limit * (1 + ROUNDING) if layer + 1 < len(cost) else limit
+        hopeful = (total + lightest[layer + 1] <= room) & (bound <= incumbent + slack)
         kept = _undominated(spent, total, np.flatnonzero(hopeful))
         front_cost, front_weight = spent[kept], total[kept]
         steps.append(np.divmod(kept, len(c)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Context
 from typing import Any, Literal
 
 import torch
@@ -12,7 +14,7 @@ from transformers import PretrainedConfig
 from kvtailor.budget import Budget
 from kvtailor.calibrate.density import TAU
 from kvtailor.calibrate.options import CHANNEL, plan_of
-from kvtailor.calibrate.planner import choose
+from kvtailor.calibrate.planner import ROUNDING, choose
 from kvtailor.calibrate.table import Measurement, Table
 from kvtailor.errors import PlanError
 from kvtailor.estimate import estimate
@@ -63,13 +65,13 @@ def within_bytes(
     Raises
     ------
     PlanError
-        If the smallest options hold more, or heads were not measured.
+        If the smallest options hold more, no option of a layer has a finite loss, or heads were not measured.
     """
     places = _places(table, heads)
     weights = [[one.bytes_of(count) for one in place] for place in places]
     chosen = choose([[one.loss for one in place] for place in places], weights, limit)
     if chosen is None:
-        least = sum(min(row) for row in weights)
+        least = _least(places, lambda one: one.bytes_of(count))
         raise PlanError(
             f"budget {human_bytes(limit)} is below what the smallest options hold: allowed are {human_bytes(least)} "
             f"({int(least)} bytes) or more, of {human_bytes(default_bytes(table))} in the default cache"
@@ -85,20 +87,38 @@ def within_loss(
     Parameters
     ----------
     table, count, name, heads : as for :func:`within_bytes`.
-    limit : nats per token.
+    limit : nats per token; a sum that is greater by its rounding alone is within it.
 
     Raises
     ------
     PlanError
-        If the exactest options lose more, or heads were not measured.
+        If the limit is no finite number from 0, the exactest options lose more, no option of a layer has a finite loss,
+        or heads were not measured.
     """
+    check_loss(limit)
     places = _places(table, heads)
     costs = [[one.loss for one in place] for place in places]
-    chosen = choose([[one.bytes_of(count) for one in place] for place in places], costs, limit)
+    chosen = choose([[one.bytes_of(count) for one in place] for place in places], costs, limit * (1 + ROUNDING))
     if chosen is None:
-        least = sum(min(row) for row in costs)
-        raise PlanError(f"loss {limit:g} is below what the exactest options lose: allowed are {least:.2g} or more")
+        least = _rounded_up(_least(places, lambda one: one.loss))
+        raise PlanError(f"loss {limit:g} is below what the exactest options lose: allowed are {least} or more")
     return planned(table, _picked(table, chosen), name)
+
+
+def check_loss(limit: float) -> None:
+    """Raise PlanError unless ``limit`` is a loss that a plan can stay within: a finite number from 0."""
+    if not 0 <= limit < math.inf:
+        raise PlanError(f"loss {limit:g} cannot be used: allowed are finite numbers from 0, in nats per token")
+
+
+def _least(places: Sequence[Sequence[Measurement]], value: Callable[[Measurement], float]) -> float:
+    """Sum of the least values among options that may be chosen."""
+    return sum(min(value(one) for one in place if math.isfinite(one.loss)) for place in places)
+
+
+def _rounded_up(value: float) -> str:
+    """Two digits, and no less than ``value``: what is allowed must be accepted."""
+    return f"{float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(value)):g}"
 
 
 def uniform(table: Table, name: str) -> Planned:
@@ -141,7 +161,7 @@ def planned(table: Table, choice: dict[int, Names], name: str) -> Planned:
     )
 
 
-def at_length(table: Table, config: PretrainedConfig, tokens: int) -> Table:
+def at_length(table: Table, config: PretrainedConfig, tokens: int, dtype: torch.dtype | None = None) -> Table:
     """The same measurements, with the bytes that layers hold after a prompt of another length.
 
     Parameters
@@ -149,16 +169,18 @@ def at_length(table: Table, config: PretrainedConfig, tokens: int) -> Table:
     table : what was measured.
     config : of the model.
     tokens : of the prompt.
+    dtype : of the cache; default: that of the model measured.
 
     Raises
     ------
     PlanError
         If an option cannot be used at that length.
     """
-    dtype = getattr(torch, table.dtype)
+    modelled: torch.dtype = getattr(torch, table.dtype)
+    cached = dtype or modelled
 
     def held(entry: LayerPlan) -> list[int]:
-        return [layer.bytes_held for layer in estimate(config, Plan(layers=[entry]), tokens, dtype).layers]
+        return [layer.bytes_held for layer in estimate(config, Plan(layers=[entry]), tokens, cached).layers]
 
     entries = {name: one.entry for name, one in table.options.items()}
     all_held = {name: held(entry) for name, entry in entries.items()}
@@ -174,7 +196,7 @@ def at_length(table: Table, config: PretrainedConfig, tokens: int) -> Table:
         for number, layer in table.layers.items()
     }
     measured = sum(table.tokens) / len(table.tokens) + table.held_out
-    default = round(table.bytes_default * tokens / measured)
+    default = round(table.bytes_default * tokens / measured * cached.itemsize / modelled.itemsize)
     return replace(table, layers=layers, bytes_default=default, context=tokens)
 
 
@@ -255,8 +277,20 @@ def in_words(names: Names) -> str:
 
 
 def _places(table: Table, heads: bool) -> list[list[Measurement]]:
-    """Every option of each layer, or of each KV head of each layer."""
+    """Every option of each layer, or of each KV head of each layer.
+
+    Raises
+    ------
+    PlanError
+        If no option of a layer has a finite loss, or heads were not measured.
+    """
     layers = table.layers.values()
+    for number, layer in table.layers.items():
+        if not any(math.isfinite(one.loss) for one in layer.options.values()):
+            raise PlanError(
+                f"layer {number}: none of {', '.join(layer.options)} leaves the model logits that are finite numbers; "
+                "allowed are other options, or another dtype"
+            )
     if not heads:
         return [list(layer.options.values()) for layer in layers]
     count = table.made_for["kv_heads"]

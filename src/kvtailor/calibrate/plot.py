@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,19 @@ def _density(axes: Any, table: Table) -> None:
 
 
 def _heat(figure: Any, axes: Any, table: Table, one: Planned, title: str, value: Any, least: float) -> None:
+    from matplotlib import colormaps
     from matplotlib.colors import LogNorm
 
     names = list(table.options)
     found: list[list[Measurement]] = [[layer.options[name] for layer in table.layers.values()] for name in names]
     numbers = [[max(least, value(cell)) for cell in row] for row in found]
-    top = max(max(row) for row in numbers)
-    image = axes.imshow(numbers, aspect="auto", cmap="viridis_r", norm=LogNorm(least, max(top, 2 * least)))
+    top = max((number for row in numbers for number in row if math.isfinite(number)), default=least)
+    colours = colormaps["viridis_r"].with_extremes(bad="black")
+    image = axes.imshow(numbers, aspect="auto", cmap=colours, norm=LogNorm(least, max(top, 2 * least)))
     axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.set_title(f"{title} (circles: the plan's choice)", loc="left", fontsize=9)
+    infinite = not all(math.isfinite(number) for row in numbers for number in row)
+    marks = "circles: the plan's choice" + ("; black: infinite" if infinite else "")
+    axes.set_title(f"{title} ({marks})", loc="left", fontsize=9)
     chosen = [
         (column, names.index(name)) for column, number in enumerate(table.layers) for name in set(one.choice[number])
     ]

@@ -7,6 +7,7 @@ exactly to the prompt that was captured.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -102,6 +103,12 @@ def divergence(logits: Tensor, exact: Tensor) -> float:
     ----------
     logits : (n, vocabulary).
     exact : :func:`log_probabilities` of the exact logits.
+
+    Returns
+    -------
+    0 or more; infinite where ``logits`` hold NaN, or stand for no distribution.
     """
-    apart = exact.exp() * (exact - log_probabilities(logits))
-    return max(0.0, float(apart.sum(dim=-1).mean()))
+    shares = exact.exp()
+    apart = torch.where(shares > 0, shares * (exact - log_probabilities(logits)), 0.0)
+    found = float(apart.sum(dim=-1).mean())
+    return math.inf if math.isnan(found) else max(0.0, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from kvtailor.calibrate.compare import Comparison
@@ -109,7 +110,7 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def _times(more: float, less: float) -> str:
-    if less == 0:
+    if less == 0 or not math.isfinite(less):
         return "-"
     return f"{more / less:.2f}" if more < 100 * less else "over 100"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvtailor import _compat
+from kvtailor import __version__, _compat
 from kvtailor.calibrate.capture import Capture, capture, check_capturable
 from kvtailor.calibrate.density import head_density
 from kvtailor.calibrate.exact import held_out_attention
@@ -79,6 +79,7 @@ def calibrate(
         "dtype": dtype,
         "kernels": active(),
         "weights": weights_hash(model),
+        "version": __version__,
     }
     kept = Notes.open(notes, key)
     numbers = tailored_layers(model)
@@ -210,10 +211,14 @@ def text_hash(ids: torch.Tensor) -> str:
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """Short name of a model's weights, from a few numbers of each of its tensors."""
+    """Short name of a model's weights, from every byte of each of its tensors and the tensor's name."""
     found: Any = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        found.update(tensor.flatten()[:8].float().cpu().numpy().tobytes())
+    known: dict[tuple[int, torch.Size, torch.dtype], str] = {}  # tied tensors are read once
+    for name, tensor in model.state_dict().items():
+        first = known.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), name)
+        found.update(f"{name} {first} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        if first == name and tensor.numel():
+            found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return str(found.hexdigest()[:16])
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +16,8 @@ from typing import Any
 from kvtailor.calibrate.density import TAU, label
 from kvtailor.calibrate.options import Option
 from kvtailor.errors import KVTailorError
+from kvtailor.indexes.registry import index_class
+from kvtailor.policies.registry import policy_class
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class Measurement:
     Attributes
     ----------
     errors : by query head, distance of the attention output from the exact one over its length, mean over tokens.
-    loss : divergence of the next token's distribution when this layer alone is kept so, nats per token.
+    loss : divergence of the next token's distribution when this layer alone is kept so, nats per token; infinite where
+        logits are not finite.
     bytes_held, bytes_fast : of the layer in memory, and without what lives in slow host memory.
     head_losses : by KV head, the same loss when that head alone is kept so; empty where heads were not measured.
     """
@@ -50,13 +55,20 @@ class Measurement:
         ----------
         head, heads : which of how many KV heads.
         """
-        group, total = len(self.errors) // heads, sum(self.head_losses)
+        group = len(self.errors) // heads
         return Measurement(
             errors=self.errors[head * group : (head + 1) * group],
-            loss=self.loss * self.head_losses[head] / total if total else self.loss / heads,
+            loss=self._loss_of_head(head, heads),
             bytes_held=self.bytes_held // heads,
             bytes_fast=self.bytes_fast // heads,
         )
+
+    def _loss_of_head(self, head: int, heads: int) -> float:
+        own = self.head_losses[head]
+        if not math.isfinite(self.loss) or not math.isfinite(own):
+            return math.inf
+        total = sum(loss for loss in self.head_losses if math.isfinite(loss))
+        return self.loss * own / total if total else self.loss / heads
 
 
 @dataclass(frozen=True)
@@ -255,8 +267,35 @@ class Notes:
 
 
 def _layer(data: dict[str, Any]) -> LayerTable:
-    return LayerTable(data["density"], {name: Measurement(**one) for name, one in data["options"].items()})
+    """One layer of a file; raises TypeError for anything but numbers where numbers belong."""
+    found = {name: Measurement(**one) for name, one in data["options"].items()}
+    for one in found.values():
+        _check_numbers(one.errors, least=len(data["density"]))
+        _check_numbers(one.head_losses)
+        _check_numbers([one.loss, one.bytes_held, one.bytes_fast])
+    _check_numbers(data["density"], least=1)
+    return LayerTable(data["density"], found)
+
+
+def _check_numbers(given: Any, least: int = 0) -> None:
+    if not isinstance(given, list) or len(given) < least or any(type(one) not in (int, float) for one in given):
+        raise TypeError(f"{given!r} are no numbers")
+    if any(math.isnan(one) for one in given):
+        raise TypeError(f"{given!r} hold NaN")
 
 
 def _entry(option: Option) -> str:
-    return json.dumps(option.entry.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
+    """What an option's name stands for, defaults included: they may change."""
+    entry = option.entry
+    told = entry.model_dump(mode="json")
+    if entry.form.kind != "dense":
+        told["form"]["levels"] = entry.form.resolved_levels
+    if entry.keep.policy != "all":
+        told["keep"]["options"] = _with_defaults(policy_class(entry.keep.policy), entry.keep.options)
+    if entry.find.index != "all":
+        told["find"]["options"] = _with_defaults(index_class(entry.find.index), entry.find.options)
+    return json.dumps(told, sort_keys=True)
+
+
+def _with_defaults(kind: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options.get(name, one.default) for name, one in inspect.signature(kind).parameters.items()}

@@ -50,6 +50,9 @@ def compare(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text of your own for the task perplexity.")] = None,
+    following: Annotated[
+        int | None, typer.Option(parser=count, metavar="N", help="Tokens that the task perplexity is measured on.")
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="A folder with LongBench, InfiniteBench or SCBench files, or a name on the hub.")
     ] = None,
@@ -61,6 +64,10 @@ def compare(
         typer.Option("--with", help="Rows of another comparison, of other engines too, to show beside; repeatable."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: float32, bfloat16 or float16.")] = "float32",
+    read_dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the pass that reads a context, where float32 is faster; default: as --dtype."),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda.")] = "cpu",
     ray: Annotated[bool, typer.Option("--ray", help="Spread samples over the machines of a Ray cluster.")] = False,
     out: Annotated[Path, typer.Option(help="The folder of the results; an interrupted run goes on there.")] = Path(
@@ -74,7 +81,7 @@ def compare(
         print_tasks(as_json)
         return
     active_kernels()
-    numbers = dtype_of(dtype)
+    numbers, read_numbers = dtype_of(dtype), dtype_of(read_dtype or dtype)
     make_folder(out)
     with quiet():
         from kvtailor.evals.grid import Grid, about
@@ -84,7 +91,7 @@ def compare(
         others = [row for folder in beside or [] for row in read_rows(folder)]
         named = words(tasks or (QUICK_TASKS if quick else TASKS), "tasks")
         grid = Grid(
-            tasks=[task_of(name, text, data) for name in named],
+            tasks=[task_of(name, text, following, data) for name in named],
             lengths=[whole(one, "--tokens") for one in words(tokens, "--tokens")],
             plans=words(plans or (QUICK_PLANS if quick else PLANS), "plans"),
             budgets=[share(one) for one in words(budgets, "--budgets")],
@@ -96,9 +103,10 @@ def compare(
         if loaded.model.config.is_encoder_decoder:
             raise KVTailorError(f"model {model!r} is an encoder-decoder: allowed are models that go on with a text")
         machine = describe_machine()
-        run = about(loaded, seed) | {"machine": f"{machine['processor']}, {machine['cores']} cores"}
+        reader = loaded if read_numbers == numbers else load(model, read_numbers, device)
+        run = about(loaded, seed, reader) | {"machine": f"{machine['processor']}, {machine['cores']} cores"}
         results = Results(out, run)
-        notes = measure(loaded, grid, results, ray)
+        notes = measure(loaded, grid, results, ray, reader)
         found, files = report([*results.rows, *others], out, notes)
     if as_json:
         typer.echo(json.dumps({"cells": [asdict(one) for one in found], "notes": notes, "files": files}))
@@ -134,20 +142,19 @@ def share(text: str) -> float:
     return value
 
 
-def task_of(name: str, text: Path | None, data: str | None) -> Task:
+def task_of(name: str, text: Path | None, following: int | None, data: str | None) -> Task:
     """A task by name, with the user's text or data where it takes them."""
     from kvtailor.evals.tasks.registry import TASKS, task
 
     options: dict[str, Any] = {}
-    found = TASKS.get(name)
-    if text is not None and hasattr(found, "file"):
-        options["file"] = text
-    if data is not None and hasattr(found, "source"):
-        options["source"] = data
+    found: Any = TASKS.get(name)
+    for option, value in (("file", text), ("following", following), ("source", data)):
+        if value is not None and hasattr(found, option):
+            options[option] = value
     return task(name, **options)
 
 
-def measure(loaded: Loaded, grid: Grid, results: Results, ray: bool) -> list[str]:
+def measure(loaded: Loaded, grid: Grid, results: Results, ray: bool, reader: Loaded) -> list[str]:
     """Measure what the results lack; gives a line for each plan that was left out somewhere."""
     from kvtailor.evals import grid as local
     from kvtailor.evals import spread
@@ -155,9 +162,9 @@ def measure(loaded: Loaded, grid: Grid, results: Results, ray: bool) -> list[str
     works, notes = grid.works(loaded, results)
     with bar(len(works)) as step:
         if ray:
-            spread.run(loaded, works, results, step)
+            spread.run(loaded, works, results, step, reader)
         else:
-            local.run(loaded, works, results, step)
+            local.run(loaded, works, results, step, reader)
     return notes
 
 

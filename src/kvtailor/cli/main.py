@@ -16,6 +16,7 @@ from kvtailor.cli.demo import demo
 from kvtailor.cli.doctor import doctor
 from kvtailor.cli.failures import EXIT_CODES, report_failure
 from kvtailor.cli.generate import generate
+from kvtailor.cli.lm_eval import lm_eval
 from kvtailor.cli.plan import plan
 from kvtailor.cli.presets import presets
 from kvtailor.cli.schema import schema
@@ -63,6 +64,7 @@ def commands(
 
 for command in (demo, generate, compare, plan, bench, doctor, presets, schema):
     app.command()(command)
+app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)
 
 
 def run() -> None:

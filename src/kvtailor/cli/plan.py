@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,6 +63,10 @@ def plan(
     heads: Annotated[
         bool, typer.Option("--heads", help="Let each KV head be kept in its own way; measures each alone too.")
     ] = False,
+    cache_dtype: Annotated[
+        str | None,
+        typer.Option(help="Count bytes for a cache of this data type, with --context; default: the model's."),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(help="A way to keep a layer that is tried, instead of the usual ones; may be repeated."),
@@ -79,16 +84,20 @@ def plan(
         raise KVTailorError(f"--budget {budget} and --loss {loss:g} were both given: allowed is one of them")
     active_kernels()
     numbers = dtype_of(dtype)
+    if cache_dtype is not None and context is None:
+        raise KVTailorError(f"--cache-dtype {cache_dtype} counts bytes anew, which needs --context: allowed with both")
     make_folder(out)
     with quiet():
         from kvtailor.calibrate.capture import check_capturable
         from kvtailor.calibrate.options import DEFAULT, options
-        from kvtailor.calibrate.plans import at_length, read_budget
+        from kvtailor.calibrate.plans import at_length, check_loss, read_budget
         from kvtailor.calibrate.run import calibrate, check_texts, tailored_layers
         from kvtailor.models.load import load
 
         tried = options(unique(option) or DEFAULT)
         limit = read_budget(budget or BUDGET)
+        if loss is not None:
+            check_loss(loss)
         counts = count_of(counted, device)
         loaded = load(model, numbers, device, progress=True)
         check_reads_text(loaded)
@@ -111,13 +120,15 @@ def plan(
             )
         comparison = compared(loaded, table, tokens, held_out, counts, heads) if compare else None
         if context is not None:
-            table = at_length(table, loaded.model.config, context)
+            table = at_length(table, loaded.model.config, context, dtype_of(cache_dtype or dtype))
         chosen = choose(table, limit, loss, counts, heads)
         asked: dict[str, Any] = {"budget": str(limit)} if loss is None else {"loss": loss}
-        asked |= {"count": counts} | ({} if context is None else {"context": context})
+        asked |= {"count": counts} | (
+            {} if context is None else {"context": context, "cache_dtype": cache_dtype or dtype}
+        )
         files = write(table, chosen, comparison, out, asked)
     if as_json:
-        typer.echo(json.dumps(as_data(table, chosen, comparison, files)))
+        typer.echo(json.dumps(finite(as_data(table, chosen, comparison, files)), allow_nan=False))
     else:
         show(table, chosen, comparison, files)
 
@@ -219,6 +230,15 @@ def as_data(table: Table, chosen: Planned, comparison: Comparison | None, files:
         "comparison": None if comparison is None else comparison.as_dict(),
         "files": files,
     }
+
+
+def finite(data: Any) -> Any:
+    """The same with nothing in place of numbers that are not finite, which JSON does not have."""
+    if isinstance(data, dict):
+        return {name: finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def show(table: Table, chosen: Planned, comparison: Comparison | None, files: list[str]) -> None:

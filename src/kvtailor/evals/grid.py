@@ -102,6 +102,7 @@ def run(
     works: Sequence[Work],
     results: Results,
     progress: Progress = lambda words: None,
+    reader: Loaded | None = None,
 ) -> None:
     """Measure what is missing, sample by sample; each candidate's rows are kept as they come.
 
@@ -111,24 +112,27 @@ def run(
     works : from :meth:`Grid.works`.
     results : where rows go.
     progress : called with a few words before each sample.
+    reader : the same model in the data type that contexts are read in; default: ``loaded``.
     """
     for work in works:
         progress(work.words)
         results.tell(work.sample, work.tokens)
-        for rows in measured(loaded, work, results.run):
+        for rows in measured(loaded, work, results.run, reader):
             results.add(rows)
 
 
-def measured(loaded: Loaded, work: Work, about_run: dict[str, Any]) -> Iterator[list[Row]]:
+def measured(
+    loaded: Loaded, work: Work, about_run: dict[str, Any], reader: Loaded | None = None
+) -> Iterator[list[Row]]:
     """The rows of one sample, candidate by candidate; the model reads the context once.
 
     Parameters
     ----------
-    loaded : the model.
+    loaded, reader : as for :func:`run`.
     work : the sample and its candidates.
     about_run : goes into every row.
     """
-    reading = read(loaded, work.sample, work.task.metric)
+    reading = read(reader or loaded, work.sample, work.task.metric, loaded.model.dtype)
     for one in work.missing:
         answered = answers(loaded, reading, one.plan, work.task.metric)
         yield rows_of(work, one, reading, answered, about_run)
@@ -175,12 +179,13 @@ def rows_of(work: Work, one: Candidate, reading: Reading, answered: Answered, ab
     return rows
 
 
-def about(loaded: Loaded, seed: int) -> dict[str, Any]:
+def about(loaded: Loaded, seed: int, reader: Loaded | None = None) -> dict[str, Any]:
     """What a run was made with, as plain data: it stands in every row, and a folder holds rows of one run."""
     return {
         "model": loaded.name,
         "identity": identity_of(loaded.model)["config"],
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "read_dtype": str((reader or loaded).model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device),
         "kernels": active(),
         "threads": torch.get_num_threads(),

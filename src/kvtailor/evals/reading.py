@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Reading:
         return self.seen.ids[:, self.seen.prompt : self.seen.prompt + 1]
 
 
-def read(loaded: Loaded, sample: Sample, metric: str) -> Reading:
+def read(loaded: Loaded, sample: Sample, metric: str, dtype: torch.dtype | None = None) -> Reading:
     """Let the model read a context.
 
     Parameters
@@ -57,6 +57,7 @@ def read(loaded: Loaded, sample: Sample, metric: str) -> Reading:
     loaded : a model that goes on with a text.
     sample : holds the context.
     metric : of the task.
+    dtype : of what is handed to caches; default: as it came.
 
     Raises
     ------
@@ -70,7 +71,16 @@ def read(loaded: Loaded, sample: Sample, metric: str) -> Reading:
     ids = torch.cat([torch.tensor([context]), following], dim=1)
     begin = time.perf_counter()
     seen = capture(loaded.model, ids, following.shape[1] + 1)
-    return Reading(sample, asks, seen, time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    return Reading(sample, asks, seen if dtype is None else _cast(seen, dtype), seconds)
+
+
+def _cast(seen: Capture, dtype: torch.dtype) -> Capture:
+    layers = {
+        number: replace(layer, query=layer.query.to(dtype), keys=layer.keys.to(dtype), values=layer.values.to(dtype))
+        for number, layer in seen.layers.items()
+    }
+    return replace(seen, layers=layers)
 
 
 def check_length(loaded: Loaded, sample: Sample, metric: str, tokens: int) -> None:

@@ -21,14 +21,16 @@ class Worker:
     Parameters
     ----------
     name, dtype, device : of the model, as they were loaded first.
+    read_dtype : that contexts are read in.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, device: str, read_dtype: torch.dtype) -> None:
         self.loaded = load(name, dtype, device)
+        self.reader = self.loaded if read_dtype == dtype else load(name, read_dtype, device)
 
     def measure(self, work: Work, run: dict[str, Any]) -> list[list[Row]]:
         """All rows of one sample."""
-        return list(measured(self.loaded, work, run))
+        return list(measured(self.loaded, work, run, self.reader))
 
 
 def run(
@@ -36,12 +38,13 @@ def run(
     works: Sequence[Work],
     results: Results,
     progress: Progress = lambda words: None,
+    reader: Loaded | None = None,
 ) -> None:
     """Measure what is missing on every machine of the cluster, one sample on one machine at a time.
 
     Parameters
     ----------
-    loaded, works, results, progress : as for :func:`kvtailor.evals.grid.run`.
+    loaded, works, results, progress, reader : as for :func:`kvtailor.evals.grid.run`.
 
     Raises
     ------
@@ -59,12 +62,11 @@ def run(
     machines = max(1, len([node for node in ray.nodes() if node["Alive"]]))
     cores = torch.get_num_threads()
     actor = ray.remote(num_cpus=cores)(Worker)
-    pool = ActorPool(
-        [
-            actor.remote(loaded.name, loaded.model.dtype, str(loaded.model.device))
-            for _ in range(min(machines, len(works)))
-        ]
-    )
+    model, read_dtype = loaded.model, (reader or loaded).model.dtype
+    workers = [
+        actor.remote(loaded.name, model.dtype, str(model.device), read_dtype) for _ in range(min(machines, len(works)))
+    ]
+    pool = ActorPool(workers)
     by_place = {(work.sample.task, work.tokens, work.sample.number): work for work in works}
     for found in pool.map_unordered(lambda one, work: one.measure.remote(work, results.run), list(works)):
         work = by_place[found[0][0].place]

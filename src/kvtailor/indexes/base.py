@@ -96,7 +96,7 @@ class Index(ABC):
 
 def check_option(index: str, option: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise ValueError unless ``value`` is one of ``allowed``."""
-    if value not in allowed or isinstance(value, bool):
+    if type(value) not in {type(one) for one in allowed} or value not in allowed:
         raise ValueError(
             f"index {index!r}: {option} {value!r} is not offered: allowed are {', '.join(map(str, allowed))}"
         )

@@ -214,7 +214,7 @@ class TailoredLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of a prompt's tokens to each other: Transformers' own, or over some blocks if the plan says so."""
         share = self.plan.prompt_share
-        if share < 1 and not self.place.cross and sparse_prompt.serves(query, key, mask, given):
+        if share < 1 and not self.place.cross and sparse_prompt.serves(module, query, key, mask, given):
             return sparse_prompt.attend(query, key, value, share, given.get("scaling")), None
         return stock(module, query, key, value, mask, **given)
 
@@ -234,13 +234,19 @@ class TailoredLayer(DynamicLayer):
     def prepare(self) -> None:
         """Do what was put off, before the next pass or crop."""
 
-    def read_ahead(self, executor: ThreadPoolExecutor, ask: Callable[[], torch.Tensor | None]) -> None:
+    def read_ahead(
+        self,
+        executor: ThreadPoolExecutor,
+        ask: Callable[[], torch.Tensor | None],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         """Begin to read what the next step is thought to need, where reading is slow; most layers need not.
 
         Parameters
         ----------
         executor : the thread that reads.
         ask : gives a guess at the step's query, (B, Hq, 1, D), or None.
+        stream : where a GPU reads, from :func:`kvtailor.layers.side_stream.side_stream`.
         """
 
     @abstractmethod
@@ -252,7 +258,7 @@ class TailoredLayer(DynamicLayer):
         self.seen = seen
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove ``-tokens_to_remove`` tokens from the end.
+        """Remove ``-tokens_to_remove`` tokens from the end; nothing from a layer that passes left out (early exits).
 
         Raises
         ------
@@ -260,6 +266,8 @@ class TailoredLayer(DynamicLayer):
             If more tokens are to be removed than were seen.
         """
         count = removed_tokens(tokens_to_remove)
+        if not self.seen:
+            return
         if count > self.seen:
             raise CacheError(f"{self.place}: crop of {count} tokens, and only {self.seen} were seen")
         if count:

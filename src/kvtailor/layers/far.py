@@ -129,13 +129,27 @@ class FarTokens:
             self.pool.expect(_runs(numbers // self.heads))
         torch.index_select(self._token_major().view(-1, sum(self.dims)), 0, numbers, out=out)
 
-    def take_from(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Forget all tokens behind the first ``count``; gives those of a block that is cut: keys, values, positions."""
-        whole = count // GROUP_TOKENS * GROUP_TOKENS
-        keys, values = self.span(whole, count)
-        rest = keys.clone(), values.clone(), self.positions[whole:count].clone()
+    @torch.inference_mode(False)  # what is kept must be ordinary tensors
+    def take_from(self, count: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Forget all tokens but the whole blocks of the first ``count``; where none is left the index begins anew.
+
+        Parameters
+        ----------
+        count : tokens, up to :attr:`length`.
+        stop : end of those that the caller takes, from the first forgotten one on; ``count`` by default.
+
+        Returns
+        -------
+        Their keys (Hkv, n, Dk), values (Hkv, n, Dv) and positions (n,).
+        """
+        whole, stop = count // GROUP_TOKENS * GROUP_TOKENS, count if stop is None else stop
+        keys, values = self.span(whole, stop)
+        rest = keys.clone(), values.clone(), self.positions[whole:stop].clone()
         self.pool.drop_from(whole)
-        self.index.drop_from(whole)
+        if whole:
+            self.index.drop_from(whole)
+        else:
+            self.index = self.index.emptied()
         self.positions = self.positions[:whole].clone()
         return rest
 
@@ -168,11 +182,14 @@ class FarRow(Row):
     ----------
     key, value, is_native : as for every row.
     far : where the rest lives.
+    sinks, recent : first tokens, and newest ones at least, that never do.
     """
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, is_native: bool, far: FarTokens) -> None:
+    def __init__(
+        self, key: torch.Tensor, value: torch.Tensor, is_native: bool, far: FarTokens, sinks: int, recent: int
+    ) -> None:
         super().__init__(key, value, is_native=is_native)
-        self.far = far
+        self.far, self.sinks, self.recent = far, sinks, recent
 
     @property
     def lengths(self) -> list[int]:
@@ -211,6 +228,16 @@ class FarRow(Row):
         """Slots of everything held, (Hkv, n) int64."""
         return torch.cat([super().positions(), self.far.positions.long().expand(self.tail.heads, -1)], dim=1)
 
+    def make_room(self, path: str | None) -> None:
+        """Move whole blocks of the oldest tokens in fast memory away: the first time all but sinks and newest."""
+        if self.sinks and not self.segments:
+            if self.tail.longest < self.sinks + self.recent + GROUP_TOKENS:
+                return
+            self.seal(self.sinks, lambda keys, values: (keys.clone(), values.clone()))
+        blocks = (self.tail.longest - self.recent) // GROUP_TOKENS
+        if blocks > 0:
+            self.move(blocks * GROUP_TOKENS, path)
+
     def move(self, count: int, path: str | None) -> None:
         """Move the first ``count`` tokens of the tail, a multiple of 64, to slow memory."""
         tail = self.tail
@@ -219,17 +246,29 @@ class FarRow(Row):
         tail.drop_first(count)
 
     def crop(self, slot: int) -> None:
-        """Forget every token at ``slot`` and later."""
+        """Forget every token at ``slot`` and later; sinks and newest are then those of a row that never had more."""
         super().crop(slot)
-        count = int((self.far.positions < slot).sum())
-        if count < self.far.length:  # then nothing newer is left
-            keys, values, positions = self.far.take_from(count)
-            if len(positions):
-                self.tail.append(keys, values, positions)
+        left = int((self.far.positions < slot).sum())
+        within = self.sealed + left + self.tail.longest - self.sinks - self.recent
+        far = min(left, max(0, within // GROUP_TOKENS * GROUP_TOKENS))
+        if far < self.far.length:
+            self._bring_back(*self.far.take_from(far, left))
+        if 0 < self.sealed < self.sinks:  # then nothing newer is left
+            (cut,), self.segments = self.segments, []
+            assert isinstance(cut.keys, torch.Tensor) and isinstance(cut.values, torch.Tensor)
+            self.tail.append(cut.keys, cut.values, cut.positions)
+
+    def _bring_back(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+        """Put tokens before those of the tail."""
+        tail = self.tail
+        newer = [tail.even(part).clone() for part in (tail.keys, tail.values, tail.positions)]
+        tail.drop_from(0)
+        tail.append(keys, values, positions)
+        tail.append(newer[0], newer[1], newer[2][0])
 
     def copy(self) -> FarRow:
         """A row of its own with the same tokens."""
         other = super().copy()
         assert isinstance(other, FarRow)
-        other.far = self.far.copy()
+        other.far, other.sinks, other.recent = self.far.copy(), self.sinks, self.recent
         return other

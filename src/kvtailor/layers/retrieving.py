@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from kvtailor.formats import GROUP_TOKENS
+from kvtailor.errors import StoreError
 from kvtailor.indexes.registry import index_class
 from kvtailor.indexes.selection import choose
 from kvtailor.kernels import native
@@ -42,7 +41,8 @@ class RetrievingLayer(WholeLayer):
         self.find = plan.find
         self.reads_ahead = plan.reads_ahead
         self.ahead = ReadingAhead()
-        self._staged: list[Staged | None] = []
+        self._staged: list[Staged | None] = []  # while a step attends
+        self._scale: float | None = None  # of the latest pass
 
     def check_sizes(self) -> None:
         """Raise PlanError if the index cannot hold heads of these sizes."""
@@ -54,19 +54,13 @@ class RetrievingLayer(WholeLayer):
         index = index_class(self.find.index).from_options(self.find.options)
         kind = PinnedTokens if serves(tier, key.device) else FarTokens
         far = kind(self.heads, self.dims, key, index, tier, self.plan.folder)
-        return FarRow(key, value, self.path is not None, far)
+        return FarRow(key, value, self.path is not None, far, self.find.sinks, self.find.recent)
 
     def make_room(self, count: int) -> None:
         """Move whole blocks of the oldest tokens in fast memory away: the first time all but sinks and newest."""
-        sinks, recent = self.find.sinks, self.find.recent
+        self.ahead.drop()  # an index that a guess looks at does not change
         for row in self.rows:
-            if sinks and not row.segments:
-                if row.tail.longest < sinks + recent + GROUP_TOKENS:
-                    continue
-                row.seal(sinks, lambda keys, values: (keys.clone(), values.clone()))
-            blocks = (row.tail.longest - recent) // GROUP_TOKENS
-            if blocks > 0:
-                row.move(blocks * GROUP_TOKENS, self.path)
+            row.make_room(self.path)
             if self.prompt_ended:
                 row.far.learn(self.path)
         self.prompt_ended = False
@@ -90,32 +84,69 @@ class RetrievingLayer(WholeLayer):
 
     @torch.no_grad()
     def _guess(self, ask: Callable[[], torch.Tensor | None]) -> list[Staged | None]:
+        """Rows read for a guess at the query; none where it cannot be made or is none. StoreError if a file is gone."""
         try:
-            query = ask()
-        except Exception:  # a module that cannot be asked is served as if nobody had
-            query = None
-        if query is None:
-            self.ahead.stats.failed += 1
-            return []
-        grouped = query.reshape(len(self.rows), self.heads, -1, query.shape[-1])
-        scale = query.shape[-1] ** -0.5
-        return [
-            read(row.far, self._chosen(row, one, scale).flatten(0, -2)) if row.far.length else None
-            for row, one in zip(self.rows, grouped, strict=True)
-        ]
+            if (query := ask()) is not None:
+                return [self._read_for(row, one) for row, one in zip(self.rows, self._grouped(query), strict=True)]
+        except StoreError:
+            raise
+        except Exception:  # the step is served as if nobody had been asked
+            pass
+        self.ahead.stats.failed += 1
+        return []
+
+    def _read_for(self, row: FarRow, query: torch.Tensor) -> Staged | None:
+        if not row.far.length:
+            return None
+        scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
+        return read(row.far, self._chosen(row, query, scale).flatten(0, -2))
+
+    def _grouped(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries of one token (B, Hq, 1, D) by the KV heads that they read, (B, Hkv, G, D)."""
+        return query.reshape(len(self.rows), self.heads, -1, query.shape[-1])
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, stock: Stock, **given: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of ``query`` over what is held and what has just come."""
-        self._staged = self.ahead.take()  # before tokens move
-        return super().attend(module, query, mask, stock, **given)
+        self._staged, self._scale = self.ahead.take(), given.get("scaling")  # before tokens move
+        try:
+            return super().attend(module, query, mask, stock, **given)
+        finally:
+            self._staged = []
+
+    def account(self) -> None:
+        """Bring the cache's running total up to date; rows read ahead count towards its peak while a step has them."""
+        super().account()
+        staged = sum(tensor.nbytes for one in self._staged if one is not None for tensor in one.tensors)
+        self.step.peak = max(self.step.peak, self.step.held + staged)
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything in fast memory, with rows read ahead for a step that has not come."""
+        yield from super().stored()
+        for one in self.ahead.ready:
+            yield from (("positions", one.index), ("keys", one.keys), ("values", one.values))
+
+    # Operations on sequences. What is read ahead is of the tokens before them.
+
+    def forget(self, count: int) -> None:
+        """Remove the newest ``count`` tokens."""
+        self.ahead.drop()
+        super().forget(count)
 
     def roll_back(self, seen: int) -> None:
-        """Return to ``seen`` tokens after a pass that failed, once what it had begun to read is there."""
-        with suppress(Exception):
-            self.ahead.take()
+        """Return to ``seen`` tokens after a pass that failed."""
+        self.ahead.drop()
         super().roll_back(seen)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.ahead.drop()
+        super().reset()
+
+    def _select(self, rows: list[int]) -> None:
+        self.ahead.drop()
+        super()._select(rows)
 
     def handed(self, row: Row) -> native.Row:
         """Everything, for the queries that read everything."""
@@ -125,7 +156,7 @@ class RetrievingLayer(WholeLayer):
     def _attend_rows(self, query: torch.Tensor, call: Call) -> torch.Tensor:
         if query.shape[2] > 1 or self.step.prompt:
             return super()._attend_rows(query, call)
-        grouped = query.view(len(self.rows), self.heads, -1, query.shape[-1])  # (B, Hkv, G, D)
+        grouped = self._grouped(query)
         outs = [self._attend_found(row, grouped[number], call, number) for number, row in enumerate(self.rows)]
         return torch.stack(outs).to(query.dtype).view(query.shape[0], 1, query.shape[1], -1)
 

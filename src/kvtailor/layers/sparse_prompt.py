@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 BLOCK = 128
@@ -17,19 +18,41 @@ BLOCK = 128
 NEAR = 2
 """Newest blocks that each block of queries reads, its own among them; the first block is read too."""
 
+ROWS_AT_ONCE = 1024
+"""Rows of a mask that are looked at together: bounds the memory for it."""
 
-def serves(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, given: dict[str, Any]) -> bool:
-    """Whether a pass is a prompt without padding whose logits are scaled and nothing else.
+
+def serves(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, given: dict[str, Any]
+) -> bool:
+    """Whether a pass is a prompt without padding whose logits are scaled and nothing else, and nobody asks for weights.
 
     Parameters
     ----------
+    module : the attention module.
     query, key : (B, Hq, n, Dk) and (B, Hkv, n, Dk).
     mask, given : as Transformers hands them to an attention function.
     """
     plain = all(given.get(name) is None for name in ("softcap", "s_aux", "position_bias", "sliding_window"))
     causal = given.get("is_causal") is not False
     long = query.shape[2] == key.shape[2] > (NEAR + 2) * BLOCK
-    return mask is None and plain and causal and long and not given.get("output_attentions")
+    told = given.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False)
+    return plain and causal and long and not told and (mask is None or _hides_later_tokens_alone(mask, query.shape[2]))
+
+
+def _hides_later_tokens_alone(mask: torch.Tensor, tokens: int) -> bool:
+    """Whether a mask, boolean or additive, says what none would say: eager attention always gets one."""
+    if mask.shape[-2:] != (tokens, tokens):
+        return False
+    places = torch.arange(tokens, device=mask.device)
+    for asked in places.split(ROWS_AT_ONCE):
+        rows = mask[..., asked[0] : asked[-1] + 1, :]
+        hidden = ~rows if rows.dtype == torch.bool else rows <= torch.finfo(rows.dtype).min / 2
+        if not torch.equal(hidden, (places > asked[:, None]).expand_as(hidden)):
+            return False
+        if rows.dtype != torch.bool and bool(rows.masked_fill(hidden, 0.0).any()):
+            return False
+    return True
 
 
 def attend(

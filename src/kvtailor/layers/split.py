@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -73,6 +73,7 @@ class SplitLayer(TailoredLayer):
                 f"{self.place} has {key_states.shape[1]} KV heads, and its plan speaks of {self.heads}: use a plan "
                 "whose heads are this model's"
             )
+        self.device = key_states.device
         for heads, layer in self.parts:
             layer.update(key_states[:, heads], value_states[:, heads], *args, **kwargs)
         self.seen += key_states.shape[2]
@@ -104,15 +105,19 @@ class SplitLayer(TailoredLayer):
         told = [weight for weight in weights if weight is not None]
         return out, torch.cat(told, dim=1)[:, order] if len(told) == len(weights) else None
 
-    def read_ahead(self, executor: ThreadPoolExecutor, ask: Callable[[], torch.Tensor | None]) -> None:
+    def read_ahead(
+        self,
+        executor: ThreadPoolExecutor,
+        ask: Callable[[], torch.Tensor | None],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         """Let every part read ahead that does, by its own heads of the guess."""
-
-        def asked(heads: tuple[int, ...]) -> torch.Tensor | None:
-            query = ask()
-            return None if query is None else query[:, _query_heads(heads, query.shape[1] // self.heads)]
-
         for heads, layer in self.parts:
-            layer.read_ahead(executor, lambda heads=heads: asked(heads))  # type: ignore[misc]
+            layer.read_ahead(executor, partial(self._asked, ask, heads), stream)
+
+    def _asked(self, ask: Callable[[], torch.Tensor | None], heads: tuple[int, ...]) -> torch.Tensor | None:
+        query = ask()
+        return None if query is None else query[:, _query_heads(heads, query.shape[1] // self.heads)]
 
     def chunk(self, tokens: int, rows: int) -> int:
         """Most tokens of a prompt that the next pass may bring for the most careful part."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import resource
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -31,7 +33,8 @@ class Pool:
     Raises
     ------
     StoreError
-        If the file cannot be made.
+        If the file cannot be made. Where the process may open no more files, its soft limit is raised to the hard one
+        first: a cache has a file for each sequence of each layer.
     """
 
     def __init__(self, row_bytes: int, tier: Tier, folder: str | Path | None = None) -> None:
@@ -42,12 +45,27 @@ class Pool:
         self._room = 0  # bytes mapped
 
     def _open(self) -> int:
+        try:
+            return self._make_file()
+        except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
+            if getattr(error, "errno", None) == errno.EMFILE:
+                if _may_open_more():
+                    return self._open()
+                most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                raise StoreError(
+                    f"{self._where} cannot hold one more cache file, of which each layer has one for each sequence: "
+                    f"{most} files are open, and the process is allowed no more (ulimit -Hn); use a smaller batch"
+                ) from None
+            raise StoreError(f"{self._where} cannot hold cache files: {_reason(error)}") from None
+
+    @property
+    def _where(self) -> str:
+        return "host memory" if self.tier == "host" else f"folder {str(self.folder)!r}"
+
+    def _make_file(self) -> int:
         if self.tier == "host":
             return os.memfd_create("kvtailor")
-        try:
-            return os.open(self.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-        except OSError as error:
-            raise StoreError(f"folder {str(self.folder)!r} cannot hold cache files: {error.strerror}") from None
+        return os.open(self.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +92,7 @@ class Pool:
             while done < len(data):
                 done += os.pwrite(self._file, data[done:], start + done)
         except OSError as error:
+            self._give_back()
             where = "host memory" if self.tier == "host" else f"a file in {str(self.folder)!r}"
             raise StoreError(f"{len(data)} bytes cannot be written to {where}: {error.strerror}") from None
         self.rows += len(data) // self.row_bytes
@@ -116,8 +135,15 @@ class Pool:
             os.posix_fadvise(self._file, first * size, count * size, os.POSIX_FADV_WILLNEED)
 
     def drop_from(self, rows: int) -> None:
-        """Forget all rows behind the first ``rows``."""
-        self.rows = min(self.rows, rows)
+        """Forget all rows behind the first ``rows``, and give their memory or disk back."""
+        if rows < self.rows:
+            self.rows = rows
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Cut the file behind the rows. What is mapped keeps its addresses, and later rows lie there again."""
+        if os.fstat(self._file).st_size > self.nbytes:
+            os.ftruncate(self._file, self.nbytes)
 
     def copy(self) -> Pool:
         """A pool of its own with the same rows."""
@@ -132,3 +158,14 @@ class Pool:
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             os.close(self._file)
+
+
+def _may_open_more() -> bool:
+    """Let this process open as many files as the system allows it to; whether those are more than before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft != hard
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

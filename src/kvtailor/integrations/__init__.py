@@ -1,0 +1,1 @@
+"""kvtailor inside of other systems."""
