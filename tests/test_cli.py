@@ -183,6 +183,24 @@ def test_advice_names_what_a_plan_risks(plan: str, words: str) -> None:
     assert "name another folder" in advice(Plan.preset("tailor-offload"), measured, 1, 2, None)[1] and steps
 
 
+@pytest.mark.parametrize(("gigabytes", "name"), [(None, "cpu"), (24, "24gb-gpu"), (8, "24gb-gpu"), (80, "large-gpu")])
+def test_the_preset_to_begin_with_is_chosen_by_the_largest_card(monkeypatch, gigabytes, name) -> None:
+    from types import SimpleNamespace
+
+    from kvtailor.cli.machine import hardware_preset
+
+    cards = [] if gigabytes is None else [2, gigabytes]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cards))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=cards[number] * 2**30)
+    )
+    assert hardware_preset() == name
+    assert (
+        Plan.preset(name).layers == Plan.preset({"cpu": "int4", "24gb-gpu": "tailor", "large-gpu": "int8"}[name]).layers
+    )
+
+
 def test_the_safest_plan_that_fits_is_recommended() -> None:
     config, tokens = tiny_config(), 600
     sizes = {name: estimate(config, Plan.preset(name), tokens).bytes_held for name in LADDER}

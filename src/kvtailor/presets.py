@@ -31,7 +31,11 @@ _RETRIEVING: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 }
 DEFAULT_TOP = "512"
 
-NAMES = ("full", *_PACKED, *EVICTING, *_RETRIEVING)
+# What to begin with on a kind of machine, as another preset: nearly lossless everywhere; on a small card the tokens lie
+# in host memory, where long contexts would crowd out the weights; a processor is fastest on codes.
+HARDWARE = {"large-gpu": "int8", "24gb-gpu": "tailor", "cpu": "int4"}
+
+NAMES = ("full", *_PACKED, *EVICTING, *_RETRIEVING, *HARDWARE)
 
 
 def fields(name: str) -> dict[str, Any]:
@@ -47,6 +51,8 @@ def fields(name: str) -> dict[str, Any]:
         raise PlanError(
             f"unknown preset {name!r}: allowed are {', '.join(NAMES)}, or a file that ends in .yaml or .json"
         )
+    if preset in HARDWARE and not colon:
+        return {**fields(HARDWARE[preset]), "name": name}
     if preset in EVICTING:
         keep = {"policy": preset, "budget": _budget(name, budget if colon else DEFAULT_BUDGET)}
         return {"name": name, "layers": [{"keep": keep}]}

@@ -174,6 +174,7 @@ def show(found: dict[str, Any]) -> None:
         "cores": str(found["cores"]),
         "memory": "not known" if memory is None else human_bytes(memory),
         "GPU": ", ".join(found["gpus"]) or "none",
+        "preset to begin with": found["preset"],
         "kernels": f"{found['kernels']['active']} (available: {', '.join(found['kernels']['available'])})",
         **found["versions"],
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 CPU_INFO = Path("/proc/cpuinfo")
+LARGE_GPU = 40 * 2**30
 MEMORY_INFO = Path("/proc/meminfo")
 INSTRUCTION_SETS = {
     "avx2": ("avx2",),
@@ -19,7 +20,13 @@ INSTRUCTION_SETS = {
 
 def describe_machine() -> dict[str, Any]:
     """Processor, memory, versions and accelerators of this machine."""
-    return {**processor(), "memory_bytes": memory_bytes(), "versions": versions(), "gpus": gpus()}
+    return {
+        **processor(),
+        "memory_bytes": memory_bytes(),
+        "versions": versions(),
+        "gpus": gpus(),
+        "preset": hardware_preset(),
+    }
 
 
 def processor(cpu_info: Path = CPU_INFO) -> dict[str, Any]:
@@ -70,6 +77,17 @@ def free_bytes(memory_info: Path = MEMORY_INFO) -> int | None:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     return None
+
+
+def hardware_preset() -> str:
+    """The preset to begin with on this machine: by the memory of its largest GPU, or "cpu" where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    devices = range(torch.cuda.device_count())
+    largest = max(torch.cuda.get_device_properties(number).total_memory for number in devices)
+    return "large-gpu" if largest >= LARGE_GPU else "24gb-gpu"
 
 
 def versions() -> dict[str, str]:

@@ -32,6 +32,9 @@ DESCRIPTIONS = {
     "tailor": ("layer 0 at 2 bits; the others read what 2-bit codes put first", "after TailorKV, arXiv 2505.19586"),
     "tailor-1bit": ("the same with 1 bit", "after TailorKV, arXiv 2505.19586"),
     "tailor-offload": ("the same as tailor, with tokens in files", "after TailorKV, arXiv 2505.19586"),
+    "large-gpu": ("to begin with on a GPU of 40 GiB or more: int8", "ours"),
+    "24gb-gpu": ("to begin with on a smaller GPU: tailor", "ours"),
+    "cpu": ("to begin with where there is no GPU: int4", "ours"),
     "adakv": ("SnapKV with a layer's budget divided over its heads", "AdaKV, arXiv 2407.11550"),
 }
 
