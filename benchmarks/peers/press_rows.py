@@ -1,9 +1,9 @@
 """Other caches on the samples of a comparison: kvpress's presses and Transformers' quantized caches, as its rows.
 
-    kvtailor compare smollm2 … --out out/ours
-    python benchmarks/peers/export_model.py smollm2 out/model
-    out/presses/bin/python benchmarks/peers/press_rows.py out/model out/ours --out out/presses-rows
-    kvtailor compare smollm2 … --out out/ours --with out/presses-rows
+    benchmarks/peers/setup.sh kvpress
+    kvtailor compare smollm2 … --out out
+    build/peers/kvpress/bin/python benchmarks/peers/press_rows.py build/peers/smollm2 out --out build/peers/presses
+    kvtailor compare smollm2 … --out out --with build/peers/presses
 
 Runs in an environment of its own (see README.md): kvpress 0.5.5 needs an older Transformers than kvtailor. A context is
 read once; each press then compresses what it would have seen: its hook changes no layer's output, so this is the same
@@ -49,7 +49,8 @@ PRESSES: dict[str, Callable[[], Any]] = {
 }
 # Whose plans of the comparison hold tokens by the same method.
 SAME = {"SnapKV": "snapkv", "PyramidKV": "pyramidkv", "AdaKV(SnapKV)": "adakv", "Knorm": "keynorm"}
-QUANTIZED = {"hqq 4-bit": ("hqq", 4), "hqq 2-bit": ("hqq", 2), "quanto 4-bit": ("quanto", 4), "quanto 2-bit": ("quanto", 2)}
+QUANTIZED = {"quanto 4-bit": 4, "quanto 2-bit": 2}
+"""Bits by name. HQQ's form cannot hold contexts of some odd lengths, so it is not among them."""
 
 
 def main() -> None:
@@ -77,7 +78,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budgets", default="0.5,0.25,0.1", help="shares of the tokens")
     parser.add_argument("--tasks", default="", help="with commas; default: all of the comparison")
     parser.add_argument("--dtype", default="bfloat16", help="of the cache and of decoding")
-    parser.add_argument("--equal", action="store_true", help="hold the bytes that the comparison's own plan of the same method held")
+    parser.add_argument(
+        "--equal", action="store_true", help="hold the bytes that the comparison's own plan of the same method held"
+    )
     return parser.parse_args()
 
 
@@ -140,10 +143,7 @@ class Runner:
         """The rows of one sample, cache by cache."""
         place = sample["task"], sample["tokens"], sample["number"]
         missing = [
-            (name, budget)
-            for name in self.presses
-            for budget in self.budgets
-            if (*place, name, budget) not in done
+            (name, budget) for name in self.presses for budget in self.budgets if (*place, name, budget) not in done
         ]
         quantized = [name for name in self.asked.quantized if (*place, name, None) not in done]
         if not missing and not quantized:
@@ -158,7 +158,7 @@ class Runner:
             yield self.answered(sample, context, "kvpress", name, budget, cache, time.perf_counter() - begin, share)
         for name in quantized:
             begin = time.perf_counter()
-            cache = context.quantized(*QUANTIZED[name])
+            cache = context.quantized(QUANTIZED[name])
             yield self.answered(sample, context, "transformers", name, None, cache, time.perf_counter() - begin, 1.0)
 
     def answered(
@@ -233,8 +233,10 @@ class Runner:
 
     def say(self, cache: Any, ids: torch.Tensor, position: int, count: int) -> dict[str, Any]:
         """Greedy decoding, as in the comparison."""
-        logits, said, unfed, times = self.step(cache, ids, position)[-1], [], [], []
-        position += ids.shape[1]
+        said, unfed, times = [], [], []
+        for token in ids.split(1, dim=1):  # one by one: a mask for several is wrong where layers differ in length
+            logits = self.step(cache, token, position)[-1]
+            position += 1
         while len(said) < count:
             token = int(logits.argmax())
             unfed = [token]
@@ -249,7 +251,13 @@ class Runner:
             times.append(time.perf_counter() - begin)
             position += 1
         text = self.tokenizer.decode(said, skip_special_tokens=True)
-        return {"text": text, "ids": said, "unfed": unfed, "count": len(said), "ms": 1000 * median(times) if times else 0.0}
+        return {
+            "text": text,
+            "ids": said,
+            "unfed": unfed,
+            "count": len(said),
+            "ms": 1000 * median(times) if times else 0.0,
+        }
 
     def followed(self, cache: Any, context: Context) -> dict[str, Any]:
         """Loss of the tokens that follow the context, fed one by one."""
@@ -323,7 +331,10 @@ class Context:
             parts = [(keys, values) for _, _, keys, values, _ in self.seen]
         else:
             press.post_init_from_model(self.runner.reader)
-            parts = [press.compress(module, hidden, keys, values, None, kwargs) for module, hidden, keys, values, kwargs in self.seen]
+            parts = [
+                press.compress(module, hidden, keys, values, None, kwargs)
+                for module, hidden, keys, values, kwargs in self.seen
+            ]
         self.masks = any(getattr(layer.self_attn, "masked_key_indices", None) is not None for layer in self.layers)
         for layer, answering in zip(self.layers, self.runner.model.model.layers, strict=True):
             answering.self_attn.masked_key_indices = getattr(layer.self_attn, "masked_key_indices", None)
@@ -342,17 +353,13 @@ class Context:
         press.score_val = self.scores.clone()
         press.compress_post(self.runner.reader)
 
-    def quantized(self, backend: str, bits: int) -> QuantizedCache:
-        """Transformers' quantized cache of the same keys and values."""
+    def quantized(self, bits: int) -> QuantizedCache:
+        """Transformers' quantized cache of the same keys and values, with its own settings."""
         self._mask(None)
         self.masks = False
         for answering in self.runner.model.model.layers:
             answering.self_attn.masked_key_indices = None
-        cache = QuantizedCache(
-            backend, self.runner.model.config, nbits=bits, q_group_size=64, residual_length=128, axis_key=0, axis_value=0
-        ) if backend == "quanto" else QuantizedCache(
-            backend, self.runner.model.config, nbits=bits, q_group_size=64, residual_length=128, axis_key=1, axis_value=1
-        )
+        cache = QuantizedCache("quanto", self.runner.model.config, nbits=bits)
         for number, (_, _, keys, values, _) in enumerate(self.seen):
             cache.update(keys.to(self.runner.dtype), values.to(self.runner.dtype), number)
         return cache
@@ -383,15 +390,15 @@ def held_bytes(cache: Any) -> int:
     pending: list[Any] = [vars(layer) for layer in cache.layers]
     while pending:
         value = pending.pop()
-        if isinstance(value, torch.Tensor) and type(value).__name__ not in ("QTensor", "QBitsTensor", "WeightQBitsTensor"):
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
             if value.numel():
                 storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, torch.Tensor):  # quanto's: tensors made of tensors
+            pending.append(vars(value))
         elif isinstance(value, dict):
             pending.extend(value.values())
         elif isinstance(value, list | tuple):
             pending.extend(value)
-        elif isinstance(value, torch.Tensor):
-            pending.extend(part for part in vars(value).values() if isinstance(part, torch.Tensor))
     return sum(storages.values())
 
 

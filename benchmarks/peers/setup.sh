@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes the virtual environments of the other engines and the files of SmolLM2 that they read, all under build/peers.
-# Usage: setup.sh [llama_cpp] [openvino]; without a name, both. What stands already is left as it is.
+# Usage: setup.sh [llama_cpp] [openvino] [kvpress]; without a name, all. What stands already is left as it is.
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -48,15 +48,27 @@ openvino() {
     fi
 }
 
+kvpress() {
+    if [ ! -e "$built/kvpress/.installed" ]; then
+        "$python" -m venv --clear "$built/kvpress"
+        # torch first, so that nothing else chooses its build.
+        "$built/kvpress/bin/python" -m pip install --quiet "$(grep '^torch==' "$here/requirements-kvpress.txt")"
+        "$built/kvpress/bin/python" -m pip install --quiet -r "$here/requirements-kvpress.txt"
+        touch "$built/kvpress/.installed"
+    fi
+    [ -d "$built/smollm2" ] || "$kvtailor" "$here/export_model.py" smollm2 "$built/smollm2"
+}
+
 for engine in "${@:-all}"; do
     case $engine in
-    llama_cpp | openvino) "$engine" ;;
+    llama_cpp | openvino | kvpress) "$engine" ;;
     all)
         llama_cpp
         openvino
+        kvpress
         ;;
     *)
-        echo "$engine is no engine: allowed are llama_cpp and openvino" >&2
+        echo "$engine is no engine: allowed are llama_cpp, openvino and kvpress" >&2
         exit 2
         ;;
     esac
