@@ -29,7 +29,8 @@ CAPTIONS = {
     "other beats in both.",
     "depth": "Score by depth of the answer and length of the context. Cells without a number had no sample.",
     "time": "Time over the length of the context.",
-    "kept": "What each layer and KV head keeps of the context, of the first sample at the greatest length.",
+    "kept": "What each layer and KV head keeps of the first sample's context at the greatest length, of plans whose "
+    "heads differ.",
 }
 
 

@@ -16,6 +16,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 GREY = "#8a8a8a"
 WIDTH, HEIGHT = 5.6, 4.2  # of a panel, inches
 ACROSS = 3
+ALONE = 9.0  # the width of a panel alone
+LEGEND_ENTRY, LEGEND_LINE = 2.2, 0.19  # inches
+DEPTHS = 5  # bands
+ALIKE = 0.02  # shares kept that differ by no more are not drawn
 MOST_HEADS = 12  # plans in the picture of what heads keep
 
 
@@ -47,7 +51,10 @@ def quality(found: Sequence[Cell]) -> Any:
     """Score over bytes held, a panel for each task and length; a line joins the plans that none beats in both."""
     places = list(dict.fromkeys((one.task, one.tokens) for one in found))
     styles = _styles(found)
-    figure, panels = _panels(len(places), HEIGHT)
+    width = ALONE if len(places) == 1 else WIDTH
+    figure, panels = _panels(
+        len(places), HEIGHT, width=width, below=_legend_height(styles, width * min(ACROSS, len(places)))
+    )
     for axes, (task, tokens) in zip(panels, places, strict=False):
         own = [one for one in found if (one.task, one.tokens) == (task, tokens)]
         _quality(axes, own, styles)
@@ -84,38 +91,37 @@ def _quality(axes: Any, own: Sequence[Cell], styles: dict[str, tuple[str, str]])
 
 
 def depth(rows: Sequence[Row]) -> Any:
-    """Scores of one task by where the answer stands and how long the context is, a panel for each plan."""
+    """Scores of one task by plan and by where the answer stands, a panel for each length of the context."""
     placed = [row for row in rows if row.depth is not None]
-    lengths, depths = sorted({row.tokens for row in placed}), 5
+    lengths = sorted({row.tokens for row in placed})
     names = list(dict.fromkeys((row.engine, row.label) for row in placed))
-    figure, panels = _panels(len(names), 1.1 + 0.5 * len(lengths), across=4, width=3.6)
+    figure, panels = _panels(len(lengths), 0.9 + 0.24 * len(names), across=4, width=4.6)
     image = None
-    for axes, (engine, label) in zip(panels, names, strict=False):
-        own = [row for row in placed if (row.engine, row.label) == (engine, label)]
-        grid = [[_mean_at(own, tokens, band, depths) for band in range(depths)] for tokens in lengths]
+    for axes, tokens in zip(panels, lengths, strict=False):
+        own = [[row for row in placed if (row.engine, row.label, row.tokens) == (*name, tokens)] for name in names]
+        grid = [[_mean_at(line, band) for band in range(DEPTHS)] for line in own]
         image = axes.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto")
-        for line, scores in enumerate(grid):
-            for column, score in enumerate(scores):
-                if score == score:
-                    colour = "white" if score < 55 else "black"
-                    axes.text(column, line, f"{score:.0f}", ha="center", va="center", fontsize=8, color=colour)
-        axes.set_title(label if engine == "kvtailor" else f"{engine} {label}", loc="left", fontsize=9)
-        axes.set_yticks(range(len(lengths)), [str(tokens) for tokens in lengths], fontsize=8)
-        axes.set_xticks(range(depths), [f"{20 * band}-{20 * band + 20}" for band in range(depths)], fontsize=7)
-    figure.suptitle(f"{placed[0].task}: score, %", x=0.01, ha="left", fontsize=10)
+        _write_scores(axes, grid)
+        axes.set_title(f"{placed[0].task}, {tokens} tokens", loc="left", fontsize=9)
+        labels = [label if engine == "kvtailor" else f"{engine} {label}" for engine, label in names]
+        axes.set_yticks(range(len(names)), labels if axes is panels[0] else [""] * len(names), fontsize=7)
+        axes.set_xticks(range(DEPTHS), [f"{20 * band}-{20 * band + 20}" for band in range(DEPTHS)], fontsize=7)
     figure.supxlabel("depth of the answer in the context, %", fontsize=9)
-    figure.supylabel("tokens of context", fontsize=9)
-    figure.colorbar(image, ax=list(panels), label="score, %", pad=0.01)
+    figure.colorbar(image, ax=list(panels), label="score, %", pad=0.01, shrink=0.6)
     return figure
 
 
-def _mean_at(rows: Sequence[Row], tokens: int, band: int, depths: int) -> float:
-    own = [
-        row.score
-        for row in rows
-        if row.tokens == tokens and row.depth is not None and min(depths - 1, int(row.depth * depths)) == band
-    ]
+def _mean_at(rows: Sequence[Row], band: int) -> float:
+    own = [row.score for row in rows if row.depth is not None and min(DEPTHS - 1, int(row.depth * DEPTHS)) == band]
     return 100 * fmean(own) if own else float("nan")
+
+
+def _write_scores(axes: Any, grid: Sequence[Sequence[float]]) -> None:
+    for line, scores in enumerate(grid):
+        for column, score in enumerate(scores):
+            if score == score:  # a number
+                colour = "white" if score < 55 else "black"
+                axes.text(column, line, f"{score:.0f}", ha="center", va="center", fontsize=7, color=colour)
 
 
 def time(found: Sequence[Cell]) -> Any:
@@ -124,7 +130,7 @@ def time(found: Sequence[Cell]) -> Any:
     styles = _styles(timed)
     if len({one.tokens for one in timed}) < 2:
         return None
-    figure, panels = _panels(2, HEIGHT)
+    figure, panels = _panels(2, HEIGHT, below=_legend_height(styles, 2 * WIDTH))
     for axes, words, value in (
         (panels[0], "ms per decoded token, median", lambda one: one.token_ms),
         (panels[1], "seconds to read and compress the context", lambda one: one.read_seconds + one.compress_seconds),
@@ -147,15 +153,12 @@ def time(found: Sequence[Cell]) -> Any:
 
 
 def kept(rows: Sequence[Row]) -> Any:
-    """Share of the longest context that each KV head of each layer keeps, a panel for each plan that drops tokens."""
+    """Share of the longest context that each KV head of each layer keeps, a panel for each plan whose heads differ."""
     longest = max((row.tokens for row in rows if row.kept), default=0)
     chosen: dict[str, Row] = {}
     for row in rows:
-        if (
-            row.tokens == longest
-            and row.kept
-            and any(min(heads) < row.context_tokens - 1 for heads in row.kept if heads)
-        ):
+        shares = [count / (row.context_tokens - 1) for heads in row.kept for count in heads]
+        if row.tokens == longest and shares and max(shares) - min(shares) > ALIKE:
             chosen.setdefault(row.label if row.engine == "kvtailor" else f"{row.engine} {row.label}", row)
     if not chosen:
         return None
@@ -177,14 +180,16 @@ def kept(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _panels(count: int, height: float, across: int = ACROSS, width: float = WIDTH) -> tuple[Any, list[Any]]:
-    """A figure with panels; those beyond ``count`` stay empty."""
+def _panels(
+    count: int, height: float, across: int = ACROSS, width: float = WIDTH, below: float = 0.0
+) -> tuple[Any, list[Any]]:
+    """A figure with panels and room below them; those beyond ``count`` stay empty."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(across, count)
     lines = -(-count // columns)
-    figure = Figure(figsize=(width * columns + 0.8, height * lines + 0.9), dpi=120, layout="constrained")
+    figure = Figure(figsize=(width * columns + 0.8, height * lines + 0.9 + below), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes in panels[count:]:
@@ -210,7 +215,18 @@ def _legend_below(figure: Any, axes: Any, styles: dict[str, tuple[str, str]]) ->
 
     handles = [Line2D([], [], color=colour, marker=marker, label=name) for name, (colour, marker) in styles.items()]
     handles.append(Line2D([], [], color=GREY, linewidth=5, alpha=0.3, label="none better in both"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(7, len(handles)), frameon=False, fontsize=8)
+    columns = _legend_columns(figure.get_figwidth(), len(handles))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+
+
+def _legend_columns(width: float, entries: int) -> int:
+    return min(entries, max(2, int(width / LEGEND_ENTRY)))
+
+
+def _legend_height(styles: dict[str, tuple[str, str]], width: float) -> float:
+    """Inches that a legend takes below panels of a width."""
+    entries = len(styles) + 1
+    return LEGEND_LINE * -(-entries // _legend_columns(width, entries))
 
 
 def _bare(axes: Any) -> None:
