@@ -19,6 +19,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "fifo": {},
     "streaming": {},
     "keynorm": {},
+    "keydiff": {},
     "random": {"seed": 0},
     "lru": {"top": 16},
     "h2o": {"mode": "online", "heavy": 0.5, "window": 32, "normalize": False},
@@ -202,6 +203,11 @@ class LoopSequence:
                 ]
             case "keynorm":
                 return [-math.sqrt(sum(x * x for x in t.key)) for t in tokens]
+            case "keydiff":
+                units = [[x / math.sqrt(sum(y * y for y in t.key)) for x in t.key] for t in tokens]
+                mean = [sum(column) for column in zip(*units, strict=True)]
+                length = math.sqrt(sum(x * x for x in mean))
+                return [-sum(x * y for x, y in zip(unit, mean, strict=True)) / length for unit in units]
             case "h2o":
                 return [t.mark / (self.seen - t.slot) if self.options["normalize"] else t.mark for t in tokens]
             case _:

@@ -25,7 +25,7 @@ INT8 = kvtailor.Plan(layers=[{"form": {"kind": "rotated", "bits": 8, "exact": 8,
 DROPPING = {
     name: kvtailor.Plan(layers=[{"keep": {"policy": name, "budget": 24, "options": options}}])
     for name, options in {
-        "fifo": {}, "lru": {"top": 4}, "random": {}, "keynorm": {}, "streaming": {}, "h2o": {},
+        "fifo": {}, "lru": {"top": 4}, "random": {}, "keynorm": {}, "keydiff": {}, "streaming": {}, "h2o": {},
         "snapkv": {"window": 8}, "pyramidkv": {"window": 8}, "adakv": {"window": 8},
     }.items()
 }  # fmt: skip

@@ -76,7 +76,7 @@ def test_logits_in_half_precision_too(dtype, kernels):
 
 
 @pytest.mark.parametrize(
-    "policy", ["fifo", "lru", "random", "keynorm", "streaming", "h2o", "snapkv", "pyramidkv", "adakv"]
+    "policy", ["fifo", "lru", "random", "keynorm", "keydiff", "streaming", "h2o", "snapkv", "pyramidkv", "adakv"]
 )
 @pytest.mark.parametrize(
     ("kernels", "budget"), [("reference", "100%"), ("reference", "1000"), ("auto", "100%")], indirect=["kernels"]

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lru": ("lru", {"top": 3}),
     "random": ("random", {"seed": 7}),
     "keynorm": ("keynorm", {}),
+    "keydiff": ("keydiff", {}),
     "streaming": ("streaming", {"positions": "original"}),
     "h2o online": ("h2o", {"mode": "online", "heavy": 0.4}),
     "h2o online normalized": ("h2o", {"mode": "online", "normalize": True}),

@@ -17,7 +17,7 @@ _PACKED: dict[str, dict[str, Any]] = {
     "kivi4": {"kind": "channel", "bits": 4, "levels": "minmax", "group": 32, "residual": 128, "exact": 0},
     "kivi2": {"kind": "channel", "bits": 2, "levels": "minmax", "group": 32, "residual": 128, "exact": 0},
 }
-EVICTING = ("fifo", "lru", "random", "keynorm", "streaming", "h2o", "snapkv", "pyramidkv", "adakv")
+EVICTING = ("fifo", "lru", "random", "keynorm", "keydiff", "streaming", "h2o", "snapkv", "pyramidkv", "adakv")
 DEFAULT_BUDGET = "25%"
 
 _CODES = {"find": {"index": "codes", "options": {"bits": 2}}}

@@ -23,6 +23,7 @@ DESCRIPTIONS = {
     "lru": ("drops the token that no query has attended to for longest", "ours after InfiniGen, arXiv 2406.19707"),
     "random": ("drops tokens at random; a baseline", "baseline"),
     "keynorm": ("keeps the keys of smallest norm, once after the prompt", "Devoto et al., arXiv 2406.11430"),
+    "keydiff": ("keeps the keys that differ most from the others, once after the prompt", "KeyDiff, arXiv 2504.15364"),
     "streaming": ("sinks and a recent window, renumbered", "StreamingLLM, arXiv 2309.17453"),
     "h2o": ("keeps what gathered the most attention, and recent tokens", "H2O, arXiv 2306.14048"),
     "snapkv": ("keeps what the prompt's last queries attend to, once after the prompt", "SnapKV, arXiv 2404.14469"),

@@ -160,7 +160,7 @@ class PolicyLayer(RowsLayer):
             first=row.first,
             layer=self.place.index,
             mark=row.marks(),
-            norms=row.key_norms,
+            keys=row.all_keys,
             window=lambda: window_attention(row, *weighing, causal=not self.place.cross, path=self.native_path),
         )
 

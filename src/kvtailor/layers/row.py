@@ -267,13 +267,13 @@ class Row:
         for head in range(self.tail.heads):
             self.tail.marks[self.tail.run(head)] = marks[head, place : place + self.tail.lengths[head]]
 
-    def key_norms(self) -> torch.Tensor:
-        """L2 norms of the keys held, (Hkv, n) float32, in the order of :meth:`positions`."""
+    def all_keys(self) -> torch.Tensor:
+        """The keys held, (Hkv, n, D) float32, in the order of :meth:`positions`."""
         sealed = [
-            (unpack(segment.keys) if isinstance(segment.keys, Codes) else segment.keys).float().norm(dim=-1)
+            (unpack(segment.keys) if isinstance(segment.keys, Codes) else segment.keys).float()
             for segment in self.segments
         ]
-        return torch.cat([*sealed, self.tail.padded(self.tail.keys).float().norm(dim=-1)], dim=1)
+        return torch.cat([*sealed, self.tail.padded(self.tail.keys).float()], dim=1)
 
     @torch.inference_mode(False)  # what is kept must be ordinary tensors
     def seal(self, count: int, store: Store) -> None:

@@ -25,7 +25,7 @@ class Held:
     first : slot of the sequence's first token: the padding before it.
     layer : index of the layer.
     mark : (Hkv, n) float32, what observation accumulated per token; None where a policy watches nothing.
-    norms : gives the L2 norms of the keys, (Hkv, n) float32.
+    keys : gives the keys, (Hkv, n, D) float32.
     window : gives the mean attention that each token gets of the newest queries, (Hkv, G, n), softmax over all held.
     """
 
@@ -35,7 +35,7 @@ class Held:
     first: int
     layer: int
     mark: torch.Tensor | None
-    norms: Callable[[], torch.Tensor]
+    keys: Callable[[], torch.Tensor]
     window: Callable[[], torch.Tensor]
 
     @property

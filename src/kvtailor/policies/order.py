@@ -1,4 +1,4 @@
-"""Policies that need no attention: first in first out, streaming with sinks, random, key norm."""
+"""Policies that need no attention: first in first out, streaming with sinks, random, norms and directions of keys."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch.nn.functional import normalize
 
 from kvtailor.policies.base import Held, Policy, check_choice, check_count
 
@@ -79,4 +80,24 @@ class KeyNorm(Policy):
 
     def importance(self, held: Held) -> torch.Tensor:
         """Minus the key's L2 norm."""
-        return -held.norms()
+        return -held.keys().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class KeyDiff(Policy):
+    """Keep the keys that differ most from the others. Source: KeyDiff, arXiv 2504.15364, section 3."""
+
+    name: ClassVar[str] = "keydiff"
+
+    @property
+    def acts(self) -> Literal["prefill", "always"]:
+        """Once, at the end of the prompt."""
+        return "prefill"
+
+    def importance(self, held: Held) -> torch.Tensor:
+        """Minus the cosine of the key and the mean of all keys' directions."""
+        directions = normalize(held.keys(), dim=-1)
+        ends = torch.tensor(held.lengths, device=directions.device)[:, None]
+        there = torch.arange(directions.shape[1], device=directions.device) < ends  # (Hkv, n)
+        anchor = normalize((directions * there[..., None]).sum(dim=1), dim=-1)
+        return -(directions @ anchor[..., None]).squeeze(-1)
