@@ -108,9 +108,18 @@ class Poll(threading.Thread):
                 storage = thing.untyped_storage()
                 yield storage.data_ptr(), storage.nbytes()
 
+    def sizes(self) -> dict[int, int]:
+        """Looks while no other thread runs: one that was making a tuple would find it held here too, and fail."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(10)
+        try:
+            return dict(self.storages())
+        finally:
+            sys.setswitchinterval(before)
+
     def run(self) -> None:
         while not self.stopped.is_set():
-            sizes = dict(self.storages())
+            sizes = self.sizes()
             self.peak = max(self.peak, sum(sizes.values()))
             self.samples += 1
             time.sleep(0.005)
