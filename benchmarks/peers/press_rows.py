@@ -48,7 +48,13 @@ PRESSES: dict[str, Callable[[], Any]] = {
     "Knorm": kvpress.KnormPress,
 }
 # Whose plans of the comparison hold tokens by the same method.
-SAME = {"SnapKV": "snapkv", "PyramidKV": "pyramidkv", "AdaKV(SnapKV)": "adakv", "Knorm": "keynorm"}
+SAME = {
+    "SnapKV": "snapkv",
+    "KeyDiff": "keydiff",
+    "PyramidKV": "pyramidkv",
+    "AdaKV(SnapKV)": "adakv",
+    "Knorm": "keynorm",
+}
 QUANTIZED = {"quanto 4-bit": 4, "quanto 2-bit": 2}
 """Bits by name. HQQ's form cannot hold contexts of some odd lengths, so it is not among them."""
 
