@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 PLANS = "int8,int4,int3,int2,snapkv,h2o,streaming,snapkv+int4"
 BUDGETS = "0.5,0.25,0.1"
 TASKS = "needle,perplexity"
-QUICK_TASKS = "needle,multi-question,perplexity"
+QUICK_TASKS = "needle,needle-after,perplexity"
 QUICK_PLANS = "int4,int2,snapkv,streaming"
-QUICK_SAMPLES = 4
+QUICK_SAMPLES, QUICK_FOLLOWING = 4, 32
 SAMPLES = 30
 PAGE, TABLE = "report.html", "report.md"
 
@@ -91,7 +91,7 @@ def compare(
         others = [row for folder in beside or [] for row in read_rows(folder)]
         named = words(tasks or (QUICK_TASKS if quick else TASKS), "tasks")
         grid = Grid(
-            tasks=[task_of(name, text, following, data) for name in named],
+            tasks=[task_of(name, text, following or (QUICK_FOLLOWING if quick else None), data) for name in named],
             lengths=[whole(one, "--tokens") for one in words(tokens, "--tokens")],
             plans=words(plans or (QUICK_PLANS if quick else PLANS), "plans"),
             budgets=[share(one) for one in words(budgets, "--budgets")],
