@@ -13,6 +13,7 @@ from kvtailor import presets
 from kvtailor.calibrate.options import option
 from kvtailor.errors import EvaluationError, PlanError
 from kvtailor.estimate import estimate
+from kvtailor.evals import naming
 from kvtailor.plan import Plan
 
 FULL = "full"
@@ -36,7 +37,7 @@ class Candidate:
     @property
     def key(self) -> str:
         """What tells candidates apart in a result."""
-        return f"{self.name}@{'' if self.budget is None else format(self.budget, '.6g')}"
+        return naming.key(self.name, self.budget)
 
 
 def takes_budget(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import transformers
 
 import kvtailor
 from kvtailor.errors import EvaluationError
+from kvtailor.evals import naming
 from kvtailor.evals.answering import Answered, answers
 from kvtailor.evals.candidates import Candidate, candidates
 from kvtailor.evals.metrics import metric
@@ -23,7 +24,6 @@ from kvtailor.identity import identity_of
 from kvtailor.kernels.choice import active
 from kvtailor.models.load import Loaded
 
-ENGINE = "kvtailor"
 Progress = Callable[[str], None]
 
 
@@ -86,7 +86,7 @@ class Grid:
                     check_length(loaded, sample, task.metric, context)
                     tried, left_out = self.candidates(loaded, context - 1)  # its last token comes with the question
                     place = sample.task, tokens, sample.number
-                    missing = [one for one in tried if not results.holds((*place, ENGINE, one.key))]
+                    missing = [one for one in tried if not results.holds((*place, naming.OURS, one.key))]
                     notes += [f"{sample.task} at {tokens} tokens: {line}" for line in left_out]
                     if missing:
                         found.append(Work(task, tokens, sample, missing))
@@ -115,10 +115,22 @@ def run(
     reader : the same model in the data type that contexts are read in; default: ``loaded``.
     """
     for work in works:
-        progress(work.words)
-        results.tell(work.sample, work.tokens)
-        for rows in measured(loaded, work, results.run, reader):
-            results.add(rows)
+        keep(results, work, measured(loaded, work, results.run, reader), progress)
+
+
+def keep(results: Results, work: Work, found: Iterable[list[Row]], progress: Progress) -> None:
+    """Take in a sample and its rows, candidate by candidate as they come.
+
+    Parameters
+    ----------
+    results, progress : as for :func:`run`.
+    work : the sample.
+    found : its rows.
+    """
+    progress(work.words)
+    results.tell(work.sample, work.tokens)
+    for rows in found:
+        results.add(rows)
 
 
 def measured(
@@ -147,7 +159,7 @@ def rows_of(work: Work, one: Candidate, reading: Reading, answered: Answered, ab
         assert score is not None
         rows.append(
             Row(
-                engine=ENGINE,
+                engine=naming.OURS,
                 plan=one.name,
                 budget=one.budget,
                 settings=one.plan.model_dump(mode="json", exclude_defaults=True, exclude={"measured"}),

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kvtailor.evals.naming import cache_name
 from kvtailor.evals.result import Row
 from kvtailor.evals.statistics import Cell, front
 
@@ -94,17 +95,16 @@ def depth(rows: Sequence[Row]) -> Any:
     """Scores of one task by plan and by where the answer stands, a panel for each length of the context."""
     placed = [row for row in rows if row.depth is not None]
     lengths = sorted({row.tokens for row in placed})
-    names = list(dict.fromkeys((row.engine, row.label) for row in placed))
+    names = list(dict.fromkeys(row.label for row in placed))
     figure, panels = _panels(len(lengths), 0.9 + 0.24 * len(names), across=4, width=4.6)
     image = None
     for axes, tokens in zip(panels, lengths, strict=False):
-        own = [[row for row in placed if (row.engine, row.label, row.tokens) == (*name, tokens)] for name in names]
+        own = [[row for row in placed if (row.label, row.tokens) == (name, tokens)] for name in names]
         grid = [[_mean_at(line, band) for band in range(DEPTHS)] for line in own]
         image = axes.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto")
         _write_scores(axes, grid)
         axes.set_title(f"{placed[0].task}, {tokens} tokens", loc="left", fontsize=9)
-        labels = [label if engine == "kvtailor" else f"{engine} {label}" for engine, label in names]
-        axes.set_yticks(range(len(names)), labels if axes is panels[0] else [""] * len(names), fontsize=7)
+        axes.set_yticks(range(len(names)), names if axes is panels[0] else [""] * len(names), fontsize=7)
         axes.set_xticks(range(DEPTHS), [f"{20 * band}-{20 * band + 20}" for band in range(DEPTHS)], fontsize=7)
     figure.supxlabel("depth of the answer in the context, %", fontsize=9)
     figure.colorbar(image, ax=list(panels), label="score, %", pad=0.01, shrink=0.6)
@@ -159,7 +159,7 @@ def kept(rows: Sequence[Row]) -> Any:
     for row in rows:
         shares = [count / (row.context_tokens - 1) for heads in row.kept for count in heads]
         if row.tokens == longest and shares and max(shares) - min(shares) > ALIKE:
-            chosen.setdefault(row.label if row.engine == "kvtailor" else f"{row.engine} {row.label}", row)
+            chosen.setdefault(row.label, row)
     if not chosen:
         return None
     some = dict(list(chosen.items())[:MOST_HEADS])
@@ -198,7 +198,7 @@ def _panels(
 
 
 def _name(one: Cell) -> str:
-    return one.plan if one.engine == "kvtailor" else f"{one.engine} {one.plan}"
+    return cache_name(one.engine, one.plan)
 
 
 def _styles(found: Sequence[Cell]) -> dict[str, tuple[str, str]]:

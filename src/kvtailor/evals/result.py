@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtailor.errors import EvaluationError
+from kvtailor.evals import naming
 from kvtailor.evals.sample import Sample
 
 FORMAT = 1
@@ -70,8 +71,8 @@ class Row:
 
     @property
     def label(self) -> str:
-        """Plan and budget for people: "snapkv at 25%"."""
-        return self.plan if self.budget is None else f"{self.plan} at {100 * self.budget:g}%"
+        """Engine (where it is not ours), plan and budget for people: "snapkv at 25%"."""
+        return naming.label(self.engine, self.plan, self.budget)
 
     @property
     def share(self) -> float:
@@ -111,7 +112,7 @@ class Results:
         self._drop_torn_line()
         self.rows = list(read_rows(folder)) if (folder / ROWS).exists() else []
         for row in self.rows:
-            if row.engine == "kvtailor" and (other := _differs(row.run, run)):
+            if row.engine == naming.OURS and (other := _differs(row.run, run)):
                 raise EvaluationError(
                     f"{folder / ROWS} holds rows of another run ({other}): allowed are the same settings, or another "
                     "folder"
@@ -163,7 +164,7 @@ class Results:
 
 def key_of(row: Row) -> Key:
     """What a row's sample and candidate are."""
-    return *row.place, row.engine, f"{row.plan}@{'' if row.budget is None else format(row.budget, '.6g')}"
+    return *row.place, row.engine, naming.key(row.plan, row.budget)
 
 
 def read_rows(folder: Path) -> Iterator[Row]:

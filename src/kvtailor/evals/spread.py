@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvtailor.errors import EvaluationError
-from kvtailor.evals.grid import Work, measured
+from kvtailor.evals.grid import Progress, Work, keep, measured
 from kvtailor.evals.result import Results, Row
 from kvtailor.models.load import Loaded, load
-
-Progress = Callable[[str], None]
 
 
 class Worker:
@@ -69,8 +67,4 @@ def run(
     pool = ActorPool(workers)
     by_place = {(work.sample.task, work.tokens, work.sample.number): work for work in works}
     for found in pool.map_unordered(lambda one, work: one.measure.remote(work, results.run), list(works)):
-        work = by_place[found[0][0].place]
-        progress(work.words)
-        results.tell(work.sample, work.tokens)
-        for rows in found:
-            results.add(rows)
+        keep(results, by_place[found[0][0].place], found, progress)

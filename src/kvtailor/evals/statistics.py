@@ -9,6 +9,7 @@ from statistics import fmean, median
 
 import numpy as np
 
+from kvtailor.evals import naming
 from kvtailor.evals.candidates import FULL
 from kvtailor.evals.reading import FOLLOWING
 from kvtailor.evals.result import Row
@@ -40,7 +41,6 @@ class Cell:
     share, share_fast, share_peak : bytes of the default cache's: held, held in fast memory, and at most; means.
     bytes_held : mean.
     token_ms, compress_seconds, read_seconds : medians.
-    context_tokens : median.
     kl, agreement : means, or None where nothing follows.
     """
 
@@ -60,20 +60,18 @@ class Cell:
     token_ms: float
     compress_seconds: float
     read_seconds: float
-    context_tokens: float
     kl: float | None
     agreement: float | None
 
     @property
     def label(self) -> str:
         """Engine (where it is not ours), plan and budget."""
-        name = self.plan if self.budget is None else f"{self.plan} at {100 * self.budget:g}%"
-        return name if self.engine == "kvtailor" else f"{self.engine} {name}"
+        return naming.label(self.engine, self.plan, self.budget)
 
     @property
     def is_full(self) -> bool:
         """Whether this is the full cache."""
-        return self.plan == FULL and self.engine == "kvtailor"
+        return self.plan == FULL and self.engine == naming.OURS
 
     @property
     def is_better_low(self) -> bool:
@@ -93,7 +91,7 @@ def cells(rows: Iterable[Row]) -> list[Cell]:
         grouped.setdefault((row.task, row.tokens, row.engine, row.plan, row.budget), []).append(row)
     found = []
     for (task, tokens, *_), own in grouped.items():
-        full = grouped.get((task, tokens, "kvtailor", FULL, None), [])
+        full = grouped.get((task, tokens, naming.OURS, FULL, None), [])
         found.append(_cell(own, full))
     places = {place: number for number, place in enumerate(dict.fromkeys((one.task, one.tokens) for one in found))}
     return sorted(found, key=lambda one: (places[one.task, one.tokens], not one.is_full, -one.share))
@@ -113,14 +111,13 @@ def _cell(rows: Sequence[Row], full: Sequence[Row]) -> Cell:
         samples=len(own),
         score=interval(list(own.values())),
         difference=interval(paired) if paired else None,
-        share=fmean(row.bytes_held / row.bytes_default for row in rows),
+        share=fmean(row.share for row in rows),
         share_fast=fmean(row.bytes_fast / row.bytes_default for row in rows),
         share_peak=fmean(row.bytes_peak / row.bytes_default for row in rows),
         bytes_held=fmean(row.bytes_held for row in rows),
         token_ms=median(row.token_ms for row in rows),
         compress_seconds=median(row.compress_seconds for row in rows),
         read_seconds=median(row.read_seconds for row in rows),
-        context_tokens=median(row.context_tokens for row in rows),
         kl=fmean(row.kl for row in told if row.kl is not None) if told else None,
         agreement=fmean(row.agreement for row in told if row.agreement is not None) if told else None,
     )
@@ -164,20 +161,19 @@ def unsolved(found: Iterable[Cell]) -> list[Cell]:
     return [one for one in found if one.is_full and not one.is_better_low and one.score.mean < SOLVED]
 
 
-def front(found: Sequence[Cell], fast: bool = False) -> list[Cell]:
+def front(found: Sequence[Cell]) -> list[Cell]:
     """The cells that no other beats in both score and bytes, by rising bytes; of one task at one length.
 
     Parameters
     ----------
     found : cells.
-    fast : whether bytes in fast memory count instead of all.
     """
 
     def gain(one: Cell) -> float:
         return -one.score.mean if one.is_better_low else one.score.mean
 
     best, kept = -math.inf, []
-    for one in sorted(found, key=lambda one: (one.share_fast if fast else one.share, -gain(one))):
+    for one in sorted(found, key=lambda one: (one.share, -gain(one))):
         if gain(one) > best:
             best = gain(one)
             kept.append(one)
